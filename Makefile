@@ -1,0 +1,39 @@
+# Every target makes the virtual environment that it needs.
+
+PYTHON ?= python3
+PARAMIKO ?=
+VENV := .venv$(PARAMIKO)
+BIN := $(VENV)/bin
+PYTEST_ARGS ?=
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile | expand -t 20
+
+demo: $(VENV)/done ## a homelab, the daemon and the page on loopback
+	@$(BIN)/python tests/homelab.py
+
+run: $(VENV)/done ## the daemon, with the settings of the environment or ENV_FILE=…
+	@$(BIN)/python waker.py $(if $(ENV_FILE),--env-file $(ENV_FILE))
+
+test: $(VENV)/done ## all tests; those that lack a program or root are skipped
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-paramiko: $(VENV)/done ## the unlock tests alone, with PARAMIKO=2.12.0 for example
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_unlock.py
+
+lint: $(VENV)/done ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy waker.py tests/*.py
+
+clean: ## remove what the other targets made
+	rm -rf .venv* .mypy_cache .pytest_cache .ruff_cache __pycache__ tests/__pycache__
+
+# With PARAMIKO=VERSION, an environment of its own has that version.
+$(VENV)/done: tests/requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r tests/requirements.txt
+	$(if $(PARAMIKO),$(BIN)/pip install --quiet paramiko==$(PARAMIKO))
+	touch $@
+
+.PHONY: help demo run test test-paramiko lint clean

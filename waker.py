@@ -1,0 +1,1812 @@
+#!/usr/bin/python3
+"""Wake one machine by magic packet and unlock its encrypted disk over SSH.
+
+A person away from home opens a page, types a PIN and the passphrase of a disk. This
+daemon, on a Pi or a router beside the machine, sends the magic packet, tells what it
+sees of the machine, and hands the passphrase to the machine's initrd so that it boots.
+
+But:
+
+- it sends the passphrase only after the pinned host key was verified in that very
+  connection and the machine asked for it;
+- it never says "unlocked" unless that was seen;
+- it keeps nothing: no file is written, and its tokens are gone when it stops.
+
+The laws of this file:
+
+1. Read it top to bottom, once: a name is defined before it is used.
+2. Parse, don't validate: once a value has entered, its type is the proof.
+3. Handlers return a Response. One function makes every error of it.
+4. Authorisation is a column of the route table, closed by default.
+5. Few named functions touch the network; only the commands at the end touch argv,
+   files, signals and the environment.
+6. Nothing at module level changes. Time is a value handed in wherever it is judged.
+"""
+
+import argparse
+import base64
+import contextlib
+import fcntl
+import functools
+import hashlib
+import hmac
+import http.server
+import ipaddress
+import json
+import math
+import os
+import re
+import resource
+import selectors
+import signal
+import socket
+import socketserver
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeVar, cast
+
+if TYPE_CHECKING:  # the daemon never imports it: that would cost 20 MB for years
+    import paramiko
+
+__version__ = "0.1.0"
+
+T = TypeVar("T")
+
+# ---- Values --------------------------------------------------------------------------
+# Checked once, when they are made; a parser raises ValueError. No secret is in a repr.
+
+
+def sha256(data: bytes) -> bytes:
+    """Digest data into 32 bytes."""
+    return hashlib.sha256(data).digest()
+
+
+class Mac(NamedTuple):
+    """A MAC address: six octets."""
+
+    octets: bytes
+
+    @classmethod
+    def parse(cls, text: str) -> "Mac":
+        """Read six hex pairs, all joined by `:` or all by `-`."""
+        pair = "[0-9A-Fa-f]{2}"
+        if not re.fullmatch(rf"{pair}([:-]){pair}(\1{pair}){{4}}", text):
+            raise ValueError
+        return cls(bytes.fromhex(re.sub("[:-]", "", text)))
+
+    def __str__(self) -> str:
+        return self.octets.hex(":")
+
+
+class Pin(NamedTuple):
+    """The PIN as a digest, and the way to make one; its text is not kept."""
+
+    derive: Callable[[bytes], bytes]
+    digest: bytes
+
+    def __repr__(self) -> str:
+        return "Pin(…)"
+
+    @classmethod
+    def plain(cls, text: str) -> "Pin":
+        """Take 6 to 128 characters."""
+        if not 6 <= len(text) <= 128:
+            raise ValueError
+        return cls(sha256, sha256(text.encode()))
+
+    @classmethod
+    def parse(cls, text: str) -> "Pin":
+        """Read a plain PIN, or the line `scrypt$n$r$p$salt$digest` of `hash-pin`."""
+        if not text.startswith("scrypt$"):
+            return cls.plain(text)
+        found = re.fullmatch(
+            r"scrypt\$(\d{1,9})\$(\d{1,3})\$(\d{1,3})\$([\w+/=]+)\$([\w+/=]+)", text
+        )
+        if not found:
+            raise ValueError
+        derive = functools.partial(
+            hashlib.scrypt,
+            salt=base64.b64decode(found[4], validate=True),
+            n=int(found[1]),
+            r=int(found[2]),
+            p=int(found[3]),
+            maxmem=17 << 20,  # bytes: 16 MiB, and a little that scrypt adds
+        )
+        digest = base64.b64decode(found[5], validate=True)
+        if len(digest) != len(derive(b"")):  # which refuses impossible parameters, too
+            raise ValueError
+        return cls(derive, digest)
+
+    def matches(self, text: str) -> bool:
+        """Compare in constant time."""
+        return hmac.compare_digest(self.derive(text.encode()), self.digest)
+
+
+class Passphrase(NamedTuple):
+    """A LUKS passphrase: 1 to 512 bytes of UTF-8 without control characters.
+
+    512 is cryptsetup's documented limit for what is typed at a prompt; a control
+    character would end or edit the answer in some initrds.
+    """
+
+    data: bytes
+
+    def __repr__(self) -> str:
+        return "Passphrase(…)"
+
+    @classmethod
+    def parse(cls, text: str) -> "Passphrase":
+        """Take the text exactly as it is: nothing is stripped or normalised."""
+        data = text.encode()
+        if not 1 <= len(data) <= 512 or re.search(r"[\x00-\x1f\x7f-\x9f]", text):
+            raise ValueError
+        return cls(data)
+
+
+def fingerprint(blob: bytes) -> str:
+    """Write a public key's fingerprint the way OpenSSH does."""
+    return "SHA256:" + base64.b64encode(sha256(blob)).decode().rstrip("=")
+
+
+class HostKey(NamedTuple):
+    """A pinned public host key: its type, and its bytes on the wire."""
+
+    kind: str
+    blob: bytes
+
+    @classmethod
+    def parse(cls, text: str) -> "HostKey":
+        """Read `ssh-ed25519 AAAA…`, with or without a host before, a comment after.
+
+        So what ssh-keyscan, a .pub file and `dropbearkey -y` print can be pasted.
+        """
+        found = re.fullmatch(
+            r"(?:[^\s@]\S*\s+)?"  # no @revoked, no @cert-authority: those are no pins
+            r"(ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(?:256|384|521))\s+(\S+)(?:\s.*)?",
+            text.strip(),
+        )
+        if not found:
+            raise ValueError
+        kind, blob = found[1], base64.b64decode(found[2], validate=True)
+        # RFC 4253, 6.6: the strings of the key, each after its length in 4 bytes, the
+        # type first. One that ends elsewhere than the text was not pasted whole.
+        end, strings = 0, []
+        while end < len(blob):
+            begin = end + 4
+            end = begin + int.from_bytes(blob[end:begin], "big")
+            strings.append(blob[begin:end])
+        if end != len(blob) or len(strings) < 2 or strings[0] != kind.encode():
+            raise ValueError
+        return cls(kind, blob)
+
+    @classmethod
+    def parse_all(cls, text: str) -> tuple["HostKey", ...]:
+        """Read several, separated by commas; none where there is no text."""
+        return tuple(map(cls.parse, text.split(","))) if text else ()
+
+    def __str__(self) -> str:
+        return f"{self.kind} {base64.b64encode(self.blob).decode()}"
+
+
+class Listen(NamedTuple):
+    """Where the daemon listens."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Listen":
+        """Read `ADDRESS:PORT`, an IPv6 address in brackets; port 0 is any free one."""
+        found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([0-9.]+)):([0-9]{1,5})", text)
+        if not found or int(found[3]) > 65535:
+            raise ValueError
+        return cls(str(ipaddress.ip_address(found[1] or found[2])), int(found[3]))
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+class Dialect(NamedTuple):
+    """How one kind of initrd is asked to unlock, and what its words mean.
+
+    A match in the output of `command` is an event, named by the group that took part;
+    the group's text is the disk, where the initrd names one.
+
+    - asks: it waits on standard input for the passphrase of a disk
+    - opened: that disk is unlocked
+    - rejected: the passphrase is wrong
+    - working: the key derivation takes its time, the verdict is open
+    - idle: nothing asks for a passphrase
+    - early: the initrd is not that far yet
+    """
+
+    name: str
+    command: str
+    events: re.Pattern[str]
+
+
+DIALECTS: Final = (
+    # Source: cryptroot-unlock of cryptsetup-initramfs 2.6.1 to 2.8.8. Where it has no
+    # terminal it takes all bytes up to the end of input; a newline would count.
+    Dialect(
+        name="cryptroot",
+        command="cryptroot-unlock",
+        events=re.compile(
+            r"Please unlock disk (?P<asks>[!-~]{1,64})\n"
+            r"|cryptsetup: (?P<opened>[!-~]{1,64}) set up successfully"
+            r"|(?P<rejected>bad password or options|maximum number of tries exceeded)"
+            r"|(?P<working>Timeout reached while waiting for PID)"
+            r"|(?P<idle>Timeout reached while waiting for askpass)"
+            r"|(?P<early>Try again later)"
+        ),
+    ),
+)
+
+
+class Machine(NamedTuple):
+    """The machine to wake: where it is, and how its initrd is known and unlocked."""
+
+    host: str
+    dialect: Dialect
+    initrd_port: int
+    system_port: int
+    user: str
+    key: Path
+    host_keys: tuple[HostKey, ...]
+
+    def settings(self) -> dict[str, str]:
+        """Write what `read_machine` reads."""
+        return {
+            "WAKER_HOMELAB_HOST": self.host,
+            "WAKER_INITRD": self.dialect.name,
+            "WAKER_INITRD_SSH_PORT": str(self.initrd_port),
+            "WAKER_SYSTEM_SSH_PORT": str(self.system_port),
+            "WAKER_SSH_USER": self.user,
+            "WAKER_SSH_KEY": str(self.key),
+            "WAKER_SSH_HOST_KEY": ",".join(map(str, self.host_keys)),
+        }
+
+
+UNLOCK_SECONDS: Final = 90  # room for a slow key derivation on a slow machine
+
+
+class Config(NamedTuple):
+    """All that the user decides, and two figures that only tests change."""
+
+    pin: Pin
+    mac: Mac
+    broadcast: str
+    name: str
+    listen: Listen
+    machine: Machine
+    packet_port: int = 9  # UDP; fixed by the interface
+    unlock_seconds: int = UNLOCK_SECONDS
+
+
+# ---- Configuration -------------------------------------------------------------------
+# Every fault is told, all together. A name that begins with WAKER_ is one of these or a
+# fault: a slip of the pen must not quietly weaken anything. No value but a path is ever
+# repeated: it may be a secret in the wrong place.
+
+
+class Setting(NamedTuple):
+    """An environment variable: what it must be, in words, and its default."""
+
+    name: str
+    right: str
+    default: str = ""
+
+
+SETTINGS: Final = (
+    Setting("WAKER_PIN", "6 to 128 characters, or the whole line of hash-pin"),
+    Setting("WAKER_HOMELAB_MAC", "six hex pairs, such as 52:54:00:12:34:56"),
+    Setting("WAKER_HOMELAB_HOST", "an address or name, such as 192.168.1.20"),
+    Setting("WAKER_HOMELAB_NAME", "a name for people, of at most 64 characters"),
+    Setting("WAKER_HOMELAB_BROADCAST", "an IPv4 address", "255.255.255.255"),
+    Setting("WAKER_INITRD", "a kind of initrd: cryptroot", "cryptroot"),
+    Setting("WAKER_INITRD_SSH_PORT", "a port, 1 to 65535: the initrd's", "2222"),
+    Setting("WAKER_SYSTEM_SSH_PORT", "a port, 1 to 65535: the system's", "22"),
+    Setting("WAKER_SSH_USER", "a user's name", "root"),
+    Setting("WAKER_SSH_KEY", "our private key's path, from FILE's folder", "ssh_key"),
+    Setting("WAKER_SSH_HOST_KEY", "the initrd's host key, such as ssh-ed25519 AAAA…"),
+    Setting("WAKER_LISTEN", "address and port, such as 127.0.0.1:8080", "[::]:8080"),
+)
+
+
+class ConfigError(Exception):
+    """What is wrong with the configuration: a line per fault."""
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        super().__init__("\n".join(faults))
+
+
+def read_env_file(path: Path) -> dict[str, str]:
+    """Read lines `NAME=value`, maybe quoted; empty ones and those of `#` are skipped.
+
+    Raises: ConfigError that names file and lines, never their content.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError([f"--env-file {path}: {reason}"]) from None
+    values, faults = {}, []
+    for number, line in enumerate(map(str.strip, lines), 1):
+        found = re.fullmatch(r"([A-Za-z_]\w*)=\s*(?:\"(.*)\"|'(.*)'|([^'\"].*)?)", line)
+        if found:
+            values[found[1]] = found[2] or found[3] or found[4] or ""
+        elif line and not line.startswith("#"):
+            faults.append(f"--env-file {path}: line {number} must be NAME=value")
+    if faults:
+        raise ConfigError(faults)
+    return values
+
+
+class Reader:
+    """Takes settings one by one, and gathers what is wrong with them."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._values = values
+        self._settings = {setting.name: setting for setting in SETTINGS}
+        self.faults: list[str] = []
+        for name in sorted(values.keys() - self._settings.keys()):
+            import difflib
+
+            near = difflib.get_close_matches(name, self._settings, 1, 0)[0]
+            self.faults.append(f"{name} is not a setting; the nearest one is {near}")
+
+    def take(self, name: str, parse: Callable[[str], T]) -> T:
+        """Parse one; empty counts as not set. After a fault the result is no T."""
+        setting = self._settings[name]
+        text = self._values.get(name) or setting.default
+        try:
+            return parse(text)
+        except ValueError:
+            found = "" if text else "; it is not set"
+            self.faults.append(f"{name} must be {setting.right}{found}")
+            return cast("T", None)  # nobody gets to see it: `finish` raises
+
+    def finish(self) -> None:
+        """Raise ConfigError if anything was wrong."""
+        if self.faults:
+            raise ConfigError(self.faults)
+
+
+def matching(pattern: str) -> Callable[[str], str]:
+    """Make a parser that takes exactly what matches the pattern."""
+
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text, re.ASCII):
+            raise ValueError
+        return text
+
+    return parse
+
+
+def parse_port(text: str) -> int:
+    """Read a TCP port."""
+    if not re.fullmatch("[1-9][0-9]{0,4}", text) or int(text) > 65535:
+        raise ValueError
+    return int(text)
+
+
+def parse_dialect(text: str) -> Dialect:
+    """Find the row of DIALECTS."""
+    names = [dialect.name for dialect in DIALECTS]
+    return DIALECTS[names.index(text)]
+
+
+def key_fault(path: Path, credentials: str) -> str:
+    """Tell what is wrong with our private key's file; empty if nothing is.
+
+    Below `credentials`, systemd's $CREDENTIALS_DIRECTORY, its mode says nothing.
+    """
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+    except OSError as error:
+        return f"WAKER_SSH_KEY {path}: {error.strerror}"
+    guarded = credentials and Path(credentials) in path.parents
+    if mode & 0o077 and not guarded:
+        return f"WAKER_SSH_KEY {path} is open to others; chmod 600 {path}"
+    return ""
+
+
+def read_machine(reader: Reader, folder: Path, credentials: str = "") -> Machine:
+    """Read what an unlock needs; a relative path begins at `folder`."""
+    machine = Machine(
+        host=reader.take(
+            "WAKER_HOMELAB_HOST",
+            matching(r"\w[\w.-]{0,252}|[0-9A-Fa-f:.]+(%[\w.-]+)?"),
+        ),
+        dialect=reader.take("WAKER_INITRD", parse_dialect),
+        initrd_port=reader.take("WAKER_INITRD_SSH_PORT", parse_port),
+        system_port=reader.take("WAKER_SYSTEM_SSH_PORT", parse_port),
+        user=reader.take("WAKER_SSH_USER", matching("[!-~]{1,64}")),
+        key=reader.take("WAKER_SSH_KEY", lambda text: folder / text),
+        host_keys=reader.take("WAKER_SSH_HOST_KEY", HostKey.parse_all),
+    )
+    fault = key_fault(machine.key, credentials)
+    if fault and machine.host_keys != ():  # without a pin there is no unlock, so no key
+        reader.faults.append(fault)
+    return machine
+
+
+def read_config(reader: Reader, folder: Path, credentials: str = "") -> Config:
+    """Read everything. Raises: ConfigError with all faults at once."""
+    machine = read_machine(reader, folder, credentials)
+    config = Config(
+        pin=reader.take("WAKER_PIN", Pin.parse),
+        mac=reader.take("WAKER_HOMELAB_MAC", Mac.parse),
+        broadcast=reader.take(
+            "WAKER_HOMELAB_BROADCAST", lambda text: str(ipaddress.IPv4Address(text))
+        ),
+        name=reader.take("WAKER_HOMELAB_NAME", matching("[^\x00-\x1f\x7f-\x9f]{0,64}"))
+        or machine.host,
+        listen=reader.take("WAKER_LISTEN", Listen.parse),
+        machine=machine,
+    )
+    reader.finish()
+    return config
+
+
+# ---- Answers -------------------------------------------------------------------------
+# A handler takes a Request and returns a Response or raises a Fault. `refusal` makes
+# the Response of a Fault; nothing else in this file makes an error.
+
+
+class Request(NamedTuple):
+    """What a handler sees of a request."""
+
+    method: str
+    path: str
+    client: str  # its address; an IPv4 one is never in IPv6's clothes
+    now: float  # monotonic seconds
+    content_type: str = ""
+    token: str = ""
+    body: bytes = b""
+
+    def __repr__(self) -> str:
+        return f"Request({self.method} {self.path} of {self.client})"
+
+
+class Response(NamedTuple):
+    """What goes back, apart from the header fields that all have."""
+
+    status: int
+    body: bytes
+    content_type: str = "application/json"
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Response({self.status}, …)"  # a token may be in it
+
+
+class Fault(Exception):
+    """An error for the client: HTTP status, text, and header fields that go with it."""
+
+    def __init__(self, status: int, text: str, *headers: tuple[str, str]) -> None:
+        super().__init__(text)
+        self.status = status
+        self.headers = headers
+
+
+def reply(members: Mapping[str, object]) -> Response:
+    """Answer with a JSON object."""
+    return Response(HTTPStatus.OK, json.dumps(members).encode())
+
+
+def refusal(fault: Fault) -> Response:
+    """Answer with the error."""
+    body = json.dumps({"error": str(fault)}).encode()
+    return Response(fault.status, body, headers=fault.headers)
+
+
+def text_member(request: Request, name: str) -> str:
+    """Take one text out of a JSON body.
+
+    Raises: Fault 415 for another content type; 400 for anything but an object with that
+    member, a string that is not empty.
+    """
+
+    def unique(members: list[tuple[str, object]]) -> dict[str, object]:
+        if len(dict(members)) < len(members):
+            raise ValueError
+        return dict(members)
+
+    def refuse(_: str) -> object:  # NaN and the infinities are not JSON
+        raise ValueError
+
+    kind = request.content_type.partition(";")[0].strip(" \t").lower()
+    if kind != "application/json":
+        raise Fault(415, "Content-Type must be application/json")
+    try:
+        body = json.loads(
+            request.body.decode(), object_pairs_hook=unique, parse_constant=refuse
+        )
+        text = body.get(name) if isinstance(body, dict) else None
+        if not isinstance(text, str) or not text.encode():
+            raise ValueError
+    except (ValueError, RecursionError):
+        text = f'The body must be a JSON object with "{name}", a text that is not empty'
+        raise Fault(400, text) from None
+    return text
+
+
+# ---- Tokens and limits ---------------------------------------------------------------
+# Bounded in memory whatever happens, and without a clock of their own.
+
+TOKEN_SECONDS: Final = 900  # fixed by the interface
+TOKENS: Final = 64  # alive at a time: a household, its scripts, and room
+ATTEMPTS: Final = 10  # a minute and address; fixed by the interface
+ADDRESSES: Final = 1024  # counted one by one; any others count as one
+WRONG_PINS: Final = 60  # an hour, from everywhere: a million PINs take two years
+
+
+class Tokens:
+    """The bearer tokens that are alive, each by its digest."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ends: dict[bytes, float] = {}  # the oldest first
+
+    def issue(self, now: float) -> str:
+        """Make a token; where there are too many, the oldest one ends."""
+        token = base64.urlsafe_b64encode(os.urandom(32)).decode().rstrip("=")
+        with self._lock:
+            while len(self._ends) >= TOKENS:
+                del self._ends[next(iter(self._ends))]
+            self._ends[sha256(token.encode())] = now + TOKEN_SECONDS
+        return token
+
+    def valid(self, token: str, now: float) -> bool:
+        """Tell whether a token is alive."""
+        with self._lock:
+            return now < self._ends.get(sha256(token.encode()), now)
+
+
+class Window:
+    """Counts the events of the last `seconds`, at most `limit` of them."""
+
+    def __init__(self, limit: int, seconds: float) -> None:
+        self._limit = limit
+        self._seconds = seconds
+        self._times: deque[float] = deque()
+
+    def empty(self, now: float) -> bool:
+        """Tell whether nothing has happened of late."""
+        while self._times and self._times[0] + self._seconds <= now:
+            self._times.popleft()
+        return not self._times
+
+    def check(self, now: float) -> None:
+        """Raise Fault 429, telling when to come again, if there were too many."""
+        if self.empty(now) or len(self._times) < self._limit:
+            return
+        wait = str(math.ceil(self._times[0] + self._seconds - now))
+        text = f"Too many attempts; try again in {wait} s"
+        raise Fault(429, text, ("Retry-After", wait))
+
+    def add(self, now: float) -> None:
+        """Count one."""
+        self._times.append(now)
+
+
+def counted_as(client: str) -> str:
+    """Tell as whom an address counts: IPv4 whole, IPv6 by its /64."""
+    address = ipaddress.ip_address(client)
+    return client if address.version == 4 else f"{int(address) >> 64:x}::/64"
+
+
+class Gate:
+    """Lets the right PIN in, and few guesses near."""
+
+    def __init__(self, pin: Pin) -> None:
+        self._pin = pin
+        self._lock = threading.Lock()
+        self._attempts: dict[str, Window] = {}
+        self._turn = threading.Lock()  # one scrypt at a time: each takes 16 MiB
+        self._wrong = Window(WRONG_PINS, 3600)
+
+    def attempt(self, client: str, now: float) -> None:
+        """Count an attempt, right or wrong. Raises: Fault 429 for one too many."""
+        name = counted_as(client)
+        with self._lock:
+            known = self._attempts
+            if name not in known and len(known) >= ADDRESSES:
+                for idle in [who for who in known if known[who].empty(now)]:
+                    del known[idle]
+            # A full table forgets nobody, or a flood would wash its author out of it.
+            if name not in known and len(known) >= ADDRESSES:
+                name = "all others"
+            window = known.setdefault(name, Window(ATTEMPTS, 60))
+            window.check(now)
+            window.add(now)
+
+    def admits(self, text: str, now: float) -> bool:
+        """Tell whether this is the PIN. Raises: Fault 429 after too many wrong ones."""
+        with self._turn:
+            self._wrong.check(now)
+            right = self._pin.matches(text)
+            if not right:
+                self._wrong.add(now)
+            return right
+
+
+# ---- Waking --------------------------------------------------------------------------
+# One magic packet, by the interface that leads to the machine.
+
+LIMITED_BROADCAST: Final = "255.255.255.255"
+SIOCGIFADDR: Final = 0x8915  # ask for an interface's IPv4 address; linux/sockios.h
+
+Address = tuple[str | int, ...]  # as the socket module has it: host and port first
+
+
+def magic_packet(mac: Mac) -> bytes:
+    """Build the 102 bytes. Source: AMD publication 20213, Magic Packet Technology."""
+    return b"\xff" * 6 + mac.octets * 16
+
+
+def resolve(
+    host: str, port: int, family: int = socket.AF_UNSPEC
+) -> list[tuple[int, Address]]:
+    """Look a host up: family and address of each. Raises: OSError."""
+    # As bytes, a name needs no idna codec, which OpenWrt keeps in another package.
+    found = socket.getaddrinfo(host.encode(), port, family, socket.SOCK_STREAM)
+    return [(row[0], cast("Address", row[4])) for row in found]
+
+
+def interface_of(address: str) -> str:
+    """Name the interface that has an IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                told = fcntl.ioctl(udp, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(told[20:24]) == address:
+                    return name
+    return "interface unknown"
+
+
+def send_magic_packet(config: Config) -> str:
+    """Send the packet three times, for UDP loses some; tell which way it left.
+
+    A limited broadcast leaves by the default route unless the socket is bound to an
+    address; so it is bound to the one from which the kernel would reach the machine.
+    Raises: OSError.
+    """
+    packet = magic_packet(config.mac)
+    destination = (config.broadcast, config.packet_port)
+    toward, doubt = config.broadcast, ""
+    if toward == LIMITED_BROADCAST:
+        host = config.machine.host
+        try:
+            toward = str(resolve(host, 0, socket.AF_INET)[0][1][0])
+        except OSError:  # some names are known only while the machine is up
+            doubt = f"; a guess, as {host} has no known IPv4 address"
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender,
+    ):
+        for udp in route, sender:
+            udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+        route.connect((toward, config.packet_port))
+        source = str(route.getsockname()[0])
+        sender.bind((source, 0))
+        for _ in range(3):
+            sender.sendto(packet, destination)
+    return f"{source} ({interface_of(source)}{doubt})"
+
+
+# ---- Watching ------------------------------------------------------------------------
+# What is seen of the machine within a second, by connecting to its ports.
+
+KNOCK_SECONDS: Final = 0.8  # for a port to answer: a LAN takes milliseconds
+LOOK_SECONDS: Final = 0.95  # for a look to end, even if the resolver hangs; then the
+STALE_SECONDS: Final = 5.0  # one before may do, if it is not older than this
+REUSE_SECONDS: Final = 1.0  # OpenSSH from 9.8 on shuts out who comes twice a second
+
+
+class Door(NamedTuple):
+    """What a TCP port did: it opened, it refused (so the machine lives), or nothing."""
+
+    open: bool = False
+    answered: bool = False
+    ident: bytes = b""  # the SSH identification string, if one was waited for and came
+
+
+class Sight(NamedTuple):
+    """The machine as it was seen."""
+
+    state: str = "off"
+    reachable: bool = False
+    initrd_ssh_open: bool = False
+    system_ssh_open: bool = False
+
+
+def open_tcp(family: int, address: Address, seconds: float) -> socket.socket:
+    """Connect, each step within `seconds`. Raises: OSError."""
+    tcp = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        tcp.settimeout(seconds)
+        tcp.connect(address)
+    except OSError:
+        tcp.close()
+        raise
+    return tcp
+
+
+def knock(family: int, address: Address, *, wait_for_ident: bool) -> Door:
+    """Connect to a port and hang up."""
+    deadline = time.monotonic() + KNOCK_SECONDS
+    try:
+        tcp = open_tcp(family, address, KNOCK_SECONDS)
+    except OSError as error:
+        return Door(answered=isinstance(error, ConnectionRefusedError))
+    ident = b""
+    # Too slow for its identification, or gone: the port was open all the same.
+    with tcp, contextlib.suppress(OSError):
+        while wait_for_ident and b"\n" not in ident and len(ident) < 255:
+            tcp.settimeout(max(deadline - time.monotonic(), 0.001))
+            ident += tcp.recv(255) or b"\n"
+    return Door(open=True, answered=True, ident=ident)
+
+
+def judge(dialect: Dialect, initrd: Door, system: Door, *, shared: bool) -> Sight:
+    """Tell the state from what the two ports did; they may be one shared port.
+
+    Behind a shared one, dropbear is the initrd; OpenSSH is the system, where the initrd
+    is of a kind that has dropbear.
+    """
+    in_initrd, in_system, certain = initrd.open, system.open, True
+    if shared and initrd.open:
+        in_system = b"OpenSSH" in initrd.ident and dialect.name == "cryptroot"
+        in_initrd = not in_system
+        certain = in_system or b"dropbear" in initrd.ident
+    reachable = initrd.answered or system.answered
+    if in_system:
+        state = "up"
+    elif in_initrd:
+        state = "locked" if certain else "unknown"
+    else:
+        state = "booting" if reachable else "off"
+    return Sight(state, reachable, in_initrd, in_system)
+
+
+def look(machine: Machine) -> Sight:
+    """Knock at both ports of all the machine's addresses at once."""
+    ports = {machine.initrd_port, machine.system_port}
+    doors = {port: [Door()] for port in ports}
+
+    def try_door(port: int, family: int, address: Address) -> None:
+        address = (address[0], port, *address[2:])
+        doors[port].append(knock(family, address, wait_for_ident=len(ports) == 1))
+
+    try:
+        rows = resolve(machine.host, 0)
+    except OSError:  # some names are known only while the machine is up
+        rows = []
+    threads = [
+        threading.Thread(target=try_door, args=(port, *row))
+        for port in ports
+        for row in rows
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    initrd, system = (
+        max(doors[port], key=lambda door: (door.open, door.answered, door.ident))
+        for port in (machine.initrd_port, machine.system_port)
+    )
+    return judge(machine.dialect, initrd, system, shared=len(ports) == 1)
+
+
+class Watcher:
+    """Shares a look among all who ask while it lasts, and a little longer."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._lock = threading.Lock()
+        self._last = (-math.inf, Sight())  # when the last look began, and what it saw
+        self._over = threading.Event()
+        self._over.set()
+
+    def _look(self, now: float, over: threading.Event) -> None:
+        try:
+            self._last = now, look(self._machine)
+        finally:
+            over.set()
+
+    def look(self, now: float) -> Sight:
+        """Tell what is seen, in less than a second."""
+        with self._lock:
+            began, sight = self._last
+            is_open = sight.initrd_ssh_open or sight.system_ssh_open
+            fresh = is_open and now - began < REUSE_SECONDS
+            if self._over.is_set() and not fresh:
+                over = threading.Event()
+                looking = threading.Thread(target=self._look, args=(now, over))
+                looking.daemon = True
+                looking.start()
+                self._over = over
+            over = self._over
+        if not over.wait(LOOK_SECONDS) and now - began > STALE_SECONDS:
+            return Sight()
+        return self._last[1]
+
+
+# ---- Unlocking, in a process of its own ----------------------------------------------
+# `waker.py unlock`: one passphrase, one machine, then the process ends, and with it all
+# memory and threads that knew the passphrase. Only here paramiko is imported. Nothing
+# that the machine writes is told but a disk's name: it might repeat the passphrase.
+
+CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
+HANDSHAKE_SECONDS: Final = 10  # key exchange, and login: slow boxes take one or two
+ASK_SECONDS: Final = 60  # for the first disk to ask; an emulated machine took 30
+NEXT_SECONDS: Final = 15  # for another disk to ask, after one was unlocked
+MARGIN_SECONDS: Final = 5  # for the outcome to be told before we are killed
+CONFIRM_SECONDS: Final = 45  # for a machine that was lost to be seen up: a usual boot
+PAUSE_SECONDS: Final = 2  # between two looks at it
+OUTPUT_KEPT: Final = 65536  # characters; no initrd writes so many
+PEER_ERRORS: Final = Exception  # of any kind: paramiko raises what its thread died of
+
+
+class Outcome(NamedTuple):
+    """How an unlock ended: `unlocked`, `wrong` or `failed`; whether it was sent."""
+
+    outcome: str
+    sent: bool
+    message: str
+
+    @classmethod
+    def failed(cls, reason: str, *, sent: bool) -> "Outcome":
+        """Tell what went wrong, and whether the passphrase has left."""
+        what = "was sent" if sent else "was not sent"
+        return cls("failed", sent, f"{reason}. The passphrase {what}.")
+
+
+class NotUnlocked(Exception):
+    """Why the unlock cannot go on."""
+
+
+class Progress:
+    """Tells each step as it begins, and remembers whether the passphrase has left."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self.sent = False
+
+    def step(self, name: str) -> None:
+        """Tell one of: connected, verified, asked, sent."""
+        self.sent = self.sent or name == "sent"
+        self._tell(name)
+
+
+def dial(machine: Machine) -> socket.socket:
+    """Connect to the initrd's port, and see that SSH is spoken there."""
+    where = f"port {machine.initrd_port} of {machine.host}"
+    try:
+        rows = resolve(machine.host, machine.initrd_port)
+    except OSError as error:
+        raise NotUnlocked(f"{machine.host} is unknown: {error.strerror}") from None
+    reason = ""
+    for family, address in rows:
+        with contextlib.ExitStack() as closing:
+            try:
+                tcp = closing.enter_context(open_tcp(family, address, CONNECT_SECONDS))
+                ident = tcp.recv(255, socket.MSG_PEEK)
+            except ConnectionRefusedError:
+                reason = f"{where} refuses connections: the initrd's SSH is not there"
+            except TimeoutError:
+                reason = f"{where} did not answer within {CONNECT_SECONDS} s"
+            except OSError as error:
+                reason = f"{where} cannot be reached: {error.strerror}"
+            else:
+                if ident and b"SSH-".startswith(ident[:4]):
+                    closing.pop_all()
+                    return tcp
+                reason = f"{where} does not speak SSH to us"
+    raise NotUnlocked(reason)
+
+
+def restrict(transport: "paramiko.Transport", machine: Machine) -> None:
+    """Leave only algorithms without SHA-1, MD5 and CBC, the pinned key types first.
+
+    A server with several host keys then shows the one we know. The other types stay, so
+    that another machine is told by its fingerprint, and not as a failed handshake.
+    """
+    pinned = {key.kind for key in machine.host_keys}
+    if "ssh-rsa" in pinned:
+        pinned |= {"rsa-sha2-512", "rsa-sha2-256"}
+    options = transport.get_security_options()
+    strong = [name for name in options.key_types if name not in ("ssh-rsa", "ssh-dss")]
+    options.key_types = sorted(strong, key=lambda name: name not in pinned)
+    options.kex = [name for name in options.kex if "sha1" not in name]
+    options.digests = [name for name in options.digests if "sha2" in name]
+    options.ciphers = [
+        name for name in options.ciphers if "ctr" in name or "gcm" in name
+    ]
+
+
+def verify(transport: "paramiko.Transport", machine: Machine) -> None:
+    """Exchange keys, and see that the host key is a pinned one."""
+    import paramiko
+
+    try:
+        transport.start_client(timeout=HANDSHAKE_SECONDS)
+    except paramiko.ssh_exception.IncompatiblePeer:
+        raise NotUnlocked(
+            "the SSH server has no algorithm in common with paramiko"
+            " (tinyssh, for one, has only a cipher that paramiko lacks)"
+        ) from None
+    except PEER_ERRORS:
+        kinds = " or ".join(key.kind for key in machine.host_keys)
+        raise NotUnlocked(
+            "the connection broke off in the key exchange; dropbear does that, too, if"
+            f" it has no host key of the pinned type {kinds}"
+        ) from None
+    if not transport.initial_kex_done:  # then start_client only got tired of waiting
+        raise NotUnlocked("the SSH server fell silent in the key exchange")
+    seen = transport.get_remote_server_key().asbytes()
+    if seen not in [key.blob for key in machine.host_keys]:
+        pins = " or ".join(fingerprint(key.blob) for key in machine.host_keys)
+        raise NotUnlocked(
+            f"the host key differs: pinned {pins}, seen {fingerprint(seen)}."
+            " The system that is up already would show another key, and so would an"
+            " impostor"
+        )
+
+
+def load_key(path: Path) -> "paramiko.PKey":
+    """Load our private key, of whichever type it is."""
+    import paramiko
+
+    for kind in (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey):
+        try:
+            return kind.from_private_key_file(str(path))
+        except paramiko.PasswordRequiredException:
+            raise NotUnlocked(f"our key {path} must not be encrypted") from None
+        except OSError as error:
+            raise NotUnlocked(f"our key {path}: {error.strerror}") from None
+        except PEER_ERRORS:
+            continue  # it is of another type, or damaged
+    raise NotUnlocked(f"our key {path} must be an Ed25519, ECDSA or RSA private key")
+
+
+def log_in(transport: "paramiko.Transport", machine: Machine) -> None:
+    """Authenticate with our key; no agent and no other key is ever tried."""
+    key = load_key(machine.key)
+    try:
+        transport.auth_publickey(machine.user, key)
+    except PEER_ERRORS as error:
+        if not transport.is_active():
+            raise NotUnlocked("the connection broke off in the login") from None
+        if "timeout" in str(error):
+            raise NotUnlocked("the SSH server fell silent in the login") from None
+    if not transport.is_authenticated():
+        raise NotUnlocked(
+            f"the initrd refused our key {fingerprint(key.asbytes())} for user"
+            f" {machine.user}: it is not in its authorized_keys, or the initrd was not"
+            " rebuilt since"
+        )
+
+
+def connect(machine: Machine, progress: Progress) -> "paramiko.Transport":
+    """Get a connection in which the host key is verified and we are logged in."""
+    import paramiko
+
+    tcp = dial(machine)
+    progress.step("connected")
+    transport = paramiko.Transport(tcp)
+    transport.auth_timeout = HANDSHAKE_SECONDS
+    restrict(transport, machine)
+    try:
+        verify(transport, machine)
+        progress.step("verified")
+        log_in(transport, machine)
+    except NotUnlocked:
+        transport.close()
+        tcp.close()  # a transport that never started does not close it
+        raise
+    return transport
+
+
+class Run:
+    """One run of the dialect's command, heard as a sequence of events."""
+
+    def __init__(self, transport: "paramiko.Transport", dialect: Dialect) -> None:
+        self._transport = transport
+        self._dialect = dialect
+        self._channel: paramiko.Channel | None = None
+        self._output = ""
+
+    def _open(self) -> "paramiko.Channel":
+        if not self._channel:
+            channel = self._transport.open_session()
+            channel.set_combine_stderr(True)
+            channel.exec_command(self._dialect.command)
+            self._channel = channel
+        return self._channel
+
+    def _next(self, channel: "paramiko.Channel") -> tuple[str, str]:
+        while True:
+            found = self._dialect.events.search(self._output)
+            if found and found.lastgroup:
+                self._output = self._output[found.end() :]
+                return found.lastgroup, found[found.lastgroup]
+            data = channel.recv(4096)
+            if not data:
+                channel.status_event.wait(HANDSHAKE_SECONDS)
+                endings = {0: "done", 126: "missing", 127: "missing"}
+                return endings.get(channel.exit_status, "ended"), ""
+            self._output += data.decode("ascii", "replace")
+            self._output = self._output[-OUTPUT_KEPT:]
+
+    def hear(
+        self, deadline: float, answer: Passphrase | None = None
+    ) -> tuple[str, str]:
+        """Send the answer, if there is one, exactly; then wait for the next event.
+
+        Returns the event and the disk it names, if any. Beside the dialect's events
+        there are done, missing and ended, by exit status; lost; refused; and silent,
+        after which the connection is closed.
+        """
+        # Some of paramiko's waits know no timeout, but all end with the connection.
+        left = max(deadline - time.monotonic(), 0)
+        watchdog = threading.Timer(left, self._transport.close)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            channel = self._open()
+            if answer:
+                channel.sendall(answer.data)
+                channel.shutdown_write()
+            event, disk = self._next(channel)
+        except PEER_ERRORS:
+            event, disk = "refused", ""
+        watchdog.cancel()
+        if event in ("ended", "refused"):
+            self._transport.join(1)  # it may be about to notice the end
+            if not self._transport.is_active():
+                event = "lost" if time.monotonic() < deadline else "silent"
+        return event, disk
+
+
+def outwait(
+    transport: "paramiko.Transport", dialect: Dialect, disk: str, deadline: float
+) -> str:
+    """Wait for the end of a slow key derivation, sending nothing more.
+
+    Returns opened, rejected, another (disk asks), or what went wrong.
+    """
+    event, asking = "working", ""
+    while event in ("working", "idle", "ended") and time.monotonic() < deadline:
+        time.sleep(PAUSE_SECONDS)
+        event, asking = Run(transport, dialect).hear(deadline)
+    if event == "asks":
+        return "rejected" if asking == disk else "another"
+    return "opened" if event == "done" else event
+
+
+def ask_again(machine: Machine, progress: Progress, deadline: float) -> tuple[str, str]:
+    """Log in once more and hear what the initrd says, sending nothing."""
+    try:
+        transport = connect(machine, progress)
+    except NotUnlocked:
+        return "lost", ""
+    heard = Run(transport, machine.dialect).hear(deadline)
+    transport.close()
+    return heard
+
+
+def watch_it_go(
+    machine: Machine, disk: str, progress: Progress, before: Sight, deadline: float
+) -> str:
+    """Find out what became of a machine that was lost after a disk was answered.
+
+    Returns up, settled (no disk asks), again (this one asks), another, or lost. A port
+    that was open before is no proof that the system is up.
+    """
+    deadline = min(deadline, time.monotonic() + CONFIRM_SECONDS)
+    while time.monotonic() < deadline:
+        sight = look(machine)
+        if sight.initrd_ssh_open:
+            event, asking = ask_again(machine, progress, deadline)
+            if event == "asks":
+                return "again" if asking == disk else "another"
+            if event == "done":
+                return "settled"
+        if sight.system_ssh_open and not before.system_ssh_open:
+            return "up"
+        time.sleep(PAUSE_SECONDS)
+    return "lost"
+
+
+def why_not_asked(event: str) -> str:
+    """Explain what happened in place of a disk asking for its passphrase."""
+    reasons = {
+        "done": "nothing asks for a passphrase: every disk is unlocked already",
+        "idle": "nothing asks for a passphrase: unlocked already, or not that far yet",
+        "early": "the initrd is not that far yet; try again in a few seconds",
+        "missing": "logged in, but there is no unlock command: this is no such initrd",
+        "refused": "logged in, but the server refuses to run the unlock command",
+        "lost": "the connection was lost before a disk asked for its passphrase",
+        "silent": "logged in, but no disk asked for its passphrase in time",
+    }
+    return reasons.get(event, "the unlock command ended without asking; try again")
+
+
+def conclude(event: str, disk: str, opened: Sequence[str]) -> Outcome:
+    """Tell what became of a disk that was answered, if it did not say it opened."""
+    others = f"; it did unlock {', '.join(opened)}" if opened else ""
+    lost = f"the connection was lost after disk {disk} was answered"
+    if event == "rejected":
+        message = f"Wrong passphrase for disk {disk}{others}."
+        return Outcome("wrong", sent=True, message=message)
+    if event == "up":
+        message = f"The system is up, though {lost}."
+        return Outcome("unlocked", sent=True, message=message)
+    if event == "settled":
+        message = f"No disk asks any more, though {lost}."
+        return Outcome("unlocked", sent=True, message=message)
+    reasons = {
+        "again": f"{lost}, and it asks again; try again",
+        "another": f"another disk asks now, and no verdict on {disk} came; try again",
+        "lost": f"not confirmed: {lost}, and the system was not seen up since; it may"
+        " be booting, or have lost its power",
+    }
+    reason = reasons.get(event, f"no verdict on disk {disk} came")
+    return Outcome.failed(reason + others, sent=True)
+
+
+def converse(
+    transport: "paramiko.Transport",
+    machine: Machine,
+    passphrase: Passphrase,
+    progress: Progress,
+    deadline: float,
+) -> Outcome:
+    """Answer every disk that asks, once, until none asks any more."""
+    before = look(machine)
+    opened: list[str] = []
+    run = Run(transport, machine.dialect)
+    event, disk = run.hear(min(deadline, time.monotonic() + ASK_SECONDS))
+    if event != "asks":
+        raise NotUnlocked(why_not_asked(event))
+    while event == "asks" and disk not in opened:
+        progress.step("asked")
+        progress.step("sent")
+        event, _ = run.hear(deadline, passphrase)
+        if event == "working":
+            event = outwait(transport, machine.dialect, disk, deadline)
+        if event == "lost":
+            event = watch_it_go(machine, disk, progress, before, deadline)
+        if event != "opened":
+            return conclude(event, disk, opened)
+        opened.append(disk)
+        run = Run(transport, machine.dialect)
+        event, disk = run.hear(min(deadline, time.monotonic() + NEXT_SECONDS))
+    return Outcome("unlocked", sent=True, message=f"Unlocked: {', '.join(opened)}.")
+
+
+def unlock(
+    machine: Machine, passphrase: Passphrase, progress: Progress, deadline: float
+) -> Outcome:
+    """Unlock the machine's disks, or tell truthfully why not."""
+    try:
+        import paramiko
+
+        paramiko.util.get_logger("paramiko").setLevel("CRITICAL")  # it logs tracebacks
+        if not machine.host_keys:
+            raise NotUnlocked(
+                "no host key is pinned, so anybody might get the passphrase. While the"
+                " initrd waits, this prints the value for WAKER_SSH_HOST_KEY:"
+                f" ssh-keyscan -t ed25519 -p {machine.initrd_port} {machine.host}"
+            )
+        transport = connect(machine, progress)
+        return converse(transport, machine, passphrase, progress, deadline)
+    except ImportError as error:
+        reason = (
+            f"paramiko is missing ({error}); on Debian: apt install python3-paramiko"
+        )
+        return Outcome.failed(reason, sent=False)
+    except NotUnlocked as why:
+        return Outcome.failed(str(why), sent=progress.sent)
+
+
+# ---- Unlocking, seen from the daemon -------------------------------------------------
+# That process, one at a time. A kill is the one deadline that cannot hang.
+
+
+class Unlocker:
+    """Runs the process, and believes only what it told."""
+
+    def __init__(self, config: Config, environment: Mapping[str, str]) -> None:
+        program = [sys.executable, "-W", "ignore", str(Path(__file__).resolve())]
+        self._command = [*program, "unlock", "--seconds", str(config.unlock_seconds)]
+        self._seconds = config.unlock_seconds
+        others = {n: v for n, v in environment.items() if not n.startswith("WAKER_")}
+        self._environment = others | config.machine.settings()  # the PIN is not in it
+        self._busy = threading.Lock()
+
+    def run(self, passphrase: Passphrase) -> Outcome:
+        """Do one unlock. Raises: Fault 409 while there is another."""
+        if not self._busy.acquire(blocking=False):
+            raise Fault(409, "Another unlock is running; wait for it to end")
+        try:
+            return self._child(passphrase)
+        finally:
+            self._busy.release()
+
+    def _child(self, passphrase: Passphrase) -> Outcome:
+        try:
+            child = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=self._environment,
+                start_new_session=True,  # so that ^C ends the daemon, but not an unlock
+            )
+        except OSError as error:
+            reason = f"the unlocking process cannot start: {error.strerror}"
+            return Outcome.failed(reason, sent=False)
+        with child:
+            try:
+                told, _ = child.communicate(passphrase.data, timeout=self._seconds)
+                ending = f"the unlocking process ended with status {child.returncode}"
+            except subprocess.TimeoutExpired:
+                child.kill()
+                told, _ = child.communicate()
+                ending = f"no end was seen within {self._seconds} s"
+        steps = [json.loads(line) for line in told.splitlines()]
+        if steps and "outcome" in steps[-1]:
+            return Outcome(**steps[-1])
+        return Outcome.failed(ending, sent={"step": "sent"} in steps)
+
+
+# ---- Log -----------------------------------------------------------------------------
+# One line per event that matters, on standard error; fail2ban can read it.
+
+ERROR: Final = 3  # syslog's levels, for journald
+WARNING: Final = 4
+NOTICE: Final = 5
+
+
+class Log:
+    """Writes whole lines of printable ASCII, whatever a client sent."""
+
+    def __init__(self, descriptor: int | None, *, journald: bool = False) -> None:
+        self._descriptor = descriptor
+        self._journald = journald
+
+    def event(self, text: str, client: str = "", level: int = NOTICE) -> None:
+        """Write one line, the client's address first."""
+        line = f"ip={client} {text}" if client else text
+        line = re.sub("[^ -~]", lambda odd: ascii(odd[0])[1:-1], line)
+        line = f"<{level}>{line}" if self._journald else line
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):  # a broken log must not stop the rest
+                os.write(self._descriptor, line.encode() + b"\n")
+
+
+# ---- Handlers ------------------------------------------------------------------------
+# A Request in, a Response out. They know nothing of sockets; who may call them is
+# decided in the routes below.
+
+
+class App(NamedTuple):
+    """All that lives as long as the daemon."""
+
+    config: Config
+    page: Response
+    log: Log
+    gate: Gate
+    tokens: Tokens
+    watcher: Watcher
+    unlocker: Unlocker
+
+
+def make_page(source: bytes) -> Response:
+    """Build the page's response; its policy allows the page's own code only, by hash.
+
+    Raises: ValueError unless there are one <style> and one <script>.
+    """
+
+    def hash_of(tag: bytes) -> str:
+        (code,) = re.findall(rb"<%b\b[^>]*>(.*?)</%b>" % (tag, tag), source, re.DOTALL)
+        return f"'sha256-{base64.b64encode(sha256(code)).decode()}'"
+
+    policy = (
+        f"default-src 'none'; script-src {hash_of(b'script')};"
+        f" style-src {hash_of(b'style')}; connect-src 'self'; img-src 'self' data:;"
+        " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
+        " require-trusted-types-for 'script'"
+    )
+    headers = (
+        ("Content-Security-Policy", policy),
+        ("Referrer-Policy", "no-referrer"),
+        ("Cross-Origin-Opener-Policy", "same-origin"),
+        ("Cross-Origin-Resource-Policy", "same-origin"),
+    )
+    return Response(HTTPStatus.OK, source, "text/html; charset=utf-8", headers)
+
+
+def get_page(app: App, _: Request) -> Response:
+    """Serve the page."""
+    return app.page
+
+
+def post_auth(app: App, request: Request) -> Response:
+    """Exchange the PIN for a token. Every call counts as an attempt."""
+    app.gate.attempt(request.client, request.now)
+    pin = text_member(request, "pin")
+    if len(pin) > 128:
+        raise Fault(400, "The PIN must have at most 128 characters")
+    if not app.gate.admits(pin, request.now):
+        raise Fault(401, "Wrong PIN", ("WWW-Authenticate", "Bearer"))
+    app.log.event("PIN accepted", request.client)
+    token = app.tokens.issue(request.now)
+    return reply({"token": token, "expires_in": TOKEN_SECONDS})
+
+
+def get_status(app: App, request: Request) -> Response:
+    """Tell what is seen of the machine."""
+    sight = app.watcher.look(request.now)
+    return reply({"name": app.config.name} | sight._asdict())
+
+
+def post_wol(app: App, request: Request) -> Response:
+    """Send the magic packet."""
+    try:
+        way = send_magic_packet(app.config)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise Fault(500, f"Failed to send WOL packet: {reason}") from None
+    message = f"Magic packet sent to {app.config.mac} via {way}"
+    app.log.event(message, request.client)
+    return reply({"success": True, "message": message})
+
+
+def post_unlock(app: App, request: Request) -> Response:
+    """Hand the passphrase to the machine."""
+    try:
+        passphrase = Passphrase.parse(text_member(request, "passphrase"))
+    except ValueError:
+        text = "The passphrase must have 1 to 512 bytes and no control character"
+        raise Fault(400, text) from None
+    outcome = app.unlocker.run(passphrase)
+    if outcome.outcome == "wrong":
+        raise Fault(400, outcome.message)
+    if outcome.outcome != "unlocked":
+        raise Fault(500, f"Failed to unlock: {outcome.message}")
+    app.log.event(outcome.message, request.client)
+    return reply({"success": True, "message": outcome.message})
+
+
+# ---- Routes --------------------------------------------------------------------------
+# The whole API. First the path (404), then the method (405), then the token (401); the
+# handler comes last, and it alone looks at the body.
+
+
+class Route(NamedTuple):
+    """What is asked for, who answers, and whether anybody may ask."""
+
+    method: str
+    path: str
+    handler: Callable[[App, Request], Response]
+    open_to_all: bool = False
+
+
+ROUTES: Final = (
+    Route("GET", "/", get_page, open_to_all=True),
+    Route("POST", "/api/auth", post_auth, open_to_all=True),
+    Route("GET", "/api/status", get_status),
+    Route("POST", "/api/wol", post_wol),
+    Route("POST", "/api/unlock", post_unlock),
+)
+
+
+def dispatch(app: App, request: Request) -> Response:
+    """Find the row and call its handler, if the token allows. Raises: Fault."""
+    rows = {row.method: row for row in ROUTES if row.path == request.path}
+    if "GET" in rows:
+        rows["HEAD"] = rows["GET"]
+    if not rows:
+        raise Fault(404, "There is nothing at this path")
+    if request.method not in rows:
+        allowed = ", ".join(sorted(rows))
+        raise Fault(405, f"This path takes {allowed} only", ("Allow", allowed))
+    row = rows[request.method]
+    if not row.open_to_all and not app.tokens.valid(request.token, request.now):
+        raise Fault(401, "Invalid or expired token", ("WWW-Authenticate", "Bearer"))
+    return row.handler(app, request)
+
+
+def describe_bug(error: BaseException) -> str:
+    """Tell the kind and the place, not the text: there might be a secret in it."""
+    place = error.__traceback__
+    while place and place.tb_next:
+        place = place.tb_next
+    where = f"line {place.tb_lineno}" if place else "an unknown line"
+    return f"bug: {type(error).__name__} in {where}"
+
+
+def respond(app: App, request: Request) -> Response:
+    """Answer, whatever happens; what was refused, and why, is logged."""
+    try:
+        return dispatch(app, request)
+    except Fault as fault:
+        text = f"refused {request.method} {request.path}: {fault.status} {fault}"
+        app.log.event(text, request.client, WARNING)
+        return refusal(fault)
+    except Exception as error:  # noqa: BLE001 - a bug must not take the daemon down
+        app.log.event(describe_bug(error), request.client, ERROR)
+        return refusal(Fault(500, "Internal error; the log tells where"))
+
+
+# ---- HTTP ----------------------------------------------------------------------------
+# One request per connection: read whole, answered in one write, hung up.
+
+REQUEST_LINE: Final = 8192  # bytes
+BODY: Final = 16384  # bytes: a PIN or a passphrase, with much room
+CLIENT_SECONDS: Final = 10  # for a client to send something, or to take it
+DRAIN_SECONDS: Final = 2  # for a client to read an error while it still sends
+
+
+def plain_address(peer: str) -> str:
+    """Write an address; an IPv4 one without IPv6's clothes."""
+    address = ipaddress.ip_address(peer)
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def serialize(response: Response, date: str, *, head_only: bool) -> bytes:
+    """Write a response as HTTP/1.1 has it. Source: RFC 9112."""
+    status = HTTPStatus(response.status)
+    fields = (
+        ("Date", date),
+        ("Server", "waker"),
+        ("Connection", "close"),
+        ("Cache-Control", "no-store"),
+        ("X-Content-Type-Options", "nosniff"),
+        ("Content-Type", response.content_type),
+        ("Content-Length", str(len(response.body))),
+        *response.headers,
+    )
+    lines = "".join(f"{name}: {value}\r\n" for name, value in fields)
+    head = f"HTTP/1.1 {status.value} {status.phrase}\r\n{lines}\r\n"
+    return head.encode() + (b"" if head_only else response.body)
+
+
+class Shell(http.server.BaseHTTPRequestHandler):
+    """Stands between one connection and `respond`."""
+
+    timeout = CLIENT_SECONDS
+    protocol_version = "HTTP/1.1"
+
+    def __init__(
+        self,
+        app: App,
+        connection: socket.socket,
+        peer: tuple[str, int],
+        server: socketserver.BaseServer,
+    ) -> None:
+        self._app = app
+        self.command = ""  # until the request line was read
+        super().__init__(connection, peer, server)
+
+    def handle(self) -> None:
+        """Answer one request, or tell what is wrong with it."""
+        client = plain_address(self.client_address[0])
+        with contextlib.suppress(OSError):  # the client has gone: nobody to tell
+            try:
+                self._write(respond(self._app, self._read(client)))
+            except Fault as fault:
+                text = f"refused a request: {fault.status} {fault}"
+                self._app.log.event(text, client, WARNING)
+                self._write(refusal(fault))
+                self._drain()
+
+    def _read(self, client: str) -> Request:
+        """Read one request, whole. Raises: Fault for a bad one, OSError for none."""
+        try:
+            self.raw_requestline = self.rfile.readline(REQUEST_LINE + 1)
+            if not self.raw_requestline:
+                raise ConnectionAbortedError
+            if len(self.raw_requestline) > REQUEST_LINE:
+                raise Fault(414, "The request line is too long")
+            if not self.parse_request():
+                raise Fault(400, "The request line is empty")
+            body = self._read_body()
+        except TimeoutError:
+            raise Fault(408, "The request did not come in time") from None
+        scheme, _, token = self.headers.get("Authorization", "").partition(" ")
+        return Request(
+            method=self.command,
+            path=self.path.partition("?")[0],
+            client=client,
+            now=time.monotonic(),  # when it is complete: nobody can make it older
+            content_type=self.headers.get("Content-Type", ""),
+            token=token.strip(" ") if scheme.lower() == "bearer" else "",
+            body=body,
+        )
+
+    def _read_body(self) -> bytes:
+        """Read as much as Content-Length says, where that can be trusted."""
+        if "Transfer-Encoding" in self.headers:
+            raise Fault(501, "Transfer-Encoding is not supported")
+        lengths = self.headers.get_all("Content-Length", ["0"])
+        if len(lengths) > 1 or not re.fullmatch("0|[1-9][0-9]{0,17}", lengths[0]):
+            raise Fault(400, "Content-Length must be one decimal number")
+        length = int(lengths[0])
+        if length > BODY:
+            raise Fault(413, f"The body must have at most {BODY} bytes")
+        body = self.rfile.read(length)
+        if len(body) < length:
+            raise Fault(400, "The body is shorter than its Content-Length")
+        return body
+
+    def _write(self, response: Response) -> None:
+        date, head_only = self.date_time_string(), self.command == "HEAD"
+        self.wfile.write(serialize(response, date, head_only=head_only))
+
+    def _drain(self) -> None:
+        """Let the client read the error: to close on unread bytes would destroy it."""
+        self.connection.shutdown(socket.SHUT_WR)
+        self.connection.settimeout(DRAIN_SECONDS)
+        for _ in range(64):  # 1 MiB
+            if not self.connection.recv(BODY):
+                break
+
+    def send_error(
+        self, code: int, message: str | None = None, explain: str | None = None
+    ) -> None:
+        """Make a Fault of what the base class refuses, without the client's words."""
+        raise Fault(code, HTTPStatus(code).phrase)
+
+
+class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
+    """Accepts connections, and has a thread for each."""
+
+    request_queue_size = 128  # connections that wait; the usual 5 drops honest ones
+    timeout = 1  # for one that was announced, and was gone when we came to accept it
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        host, port = app.config.listen
+        if host == "::" and not self._kernel_has_ipv6():
+            host = "0.0.0.0"  # noqa: S104 - every address is what the user wants
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), functools.partial(Shell, app))
+
+    @staticmethod
+    def _kernel_has_ipv6() -> bool:
+        try:
+            socket.socket(socket.AF_INET6).close()
+        except OSError:
+            return False
+        return True
+
+    def server_bind(self) -> None:
+        """Bind, for IPv4 too, and without HTTPServer's reverse DNS look-up."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        socketserver.TCPServer.server_bind(self)
+
+    def run(self, stop: socket.socket) -> None:
+        """Accept connections until there is something to read from `stop`.
+
+        The selector waits for ever: an idle daemon does not wake up.
+        """
+        with selectors.DefaultSelector() as selector:
+            selector.register(self, selectors.EVENT_READ)
+            selector.register(stop, selectors.EVENT_READ)
+            while all(key.fileobj is not stop for key, _ in selector.select()):
+                self.handle_request()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Note a bug in the shell; other connections go on."""
+        error = sys.exc_info()[1]
+        if error:
+            self._app.log.event(describe_bug(error), level=ERROR)
+
+
+# ---- Commands ------------------------------------------------------------------------
+# What `waker.py` does when it is run.
+
+EX_CONFIG: Final = 78  # sysexits.h; the unit does not start it again after that
+
+
+def make_app(config: Config, environment: Mapping[str, str], log: Log) -> App:
+    """Put the parts together. Raises: ConfigError for a page that is not right."""
+    path = Path(__file__).resolve().with_name("ui.html")
+    try:
+        page = make_page(path.read_bytes())
+    except OSError as error:
+        raise ConfigError([f"the page {path}: {error.strerror}"]) from None
+    except ValueError:
+        raise ConfigError([f"the page {path} is not waker's"]) from None
+    return App(
+        config=config,
+        page=page,
+        log=log,
+        gate=Gate(config.pin),
+        tokens=Tokens(),
+        watcher=Watcher(config.machine),
+        unlocker=Unlocker(config, environment),
+    )
+
+
+def serve(app: App) -> int:
+    """Run until SIGTERM or ^C; requests that are being answered then still are."""
+    try:
+        server = Server(app)
+    except OSError as error:
+        text = f"WAKER_LISTEN {app.config.listen}: {error.strerror}"
+        app.log.event(text, level=ERROR)
+        return 1
+    stop, wake = socket.socketpair()
+    wake.settimeout(0)  # as set_wakeup_fd wants it
+    with server, stop, wake:  # the server's end waits for its threads
+        # Through this socket a signal can't be missed, whichever thread it hits.
+        signal.set_wakeup_fd(wake.fileno())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        host, port = server.server_address[:2]
+        app.log.event(f"waker {__version__} listens on {Listen(str(host), int(port))}")
+        server.run(stop)
+        app.log.event("stopping")
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second ^C does not wait
+    return 0
+
+
+def read_secret(prompt: str) -> str:
+    """Read a line from the terminal, unseen, or else all of standard input.
+
+    Standard input is UTF-8, whatever the locale. Raises: ValueError.
+    """
+    if sys.stdin.isatty():
+        import getpass
+
+        return getpass.getpass(prompt)
+    return sys.stdin.buffer.read().decode()
+
+
+def unlock_once(values: Mapping[str, str], folder: Path, seconds: int) -> NoReturn:
+    """Do one unlock; print a line of JSON per step, and one for the outcome."""
+    signal.alarm(seconds)  # ends us even where something hangs
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd tells the whole group
+
+    def tell(members: Mapping[str, object]) -> None:
+        os.write(1, json.dumps(members).encode() + b"\n")
+
+    def run() -> Outcome:
+        reader = Reader(values)
+        credentials = os.environ.get("CREDENTIALS_DIRECTORY", "")
+        machine = read_machine(reader, folder, credentials)
+        try:
+            reader.finish()
+            passphrase = Passphrase.parse(read_secret("Passphrase: "))
+        except ConfigError as error:
+            return Outcome.failed("; ".join(str(error).splitlines()), sent=False)
+        except ValueError:
+            reason = "a passphrase has 1 to 512 bytes of UTF-8 and no control character"
+            return Outcome.failed(reason, sent=False)
+        progress = Progress(lambda step: tell({"step": step}))
+        deadline = time.monotonic() + seconds - MARGIN_SECONDS
+        return unlock(machine, passphrase, progress, deadline)
+
+    outcome = run()
+    tell(outcome._asdict())
+    os._exit(outcome.outcome != "unlocked")  # paramiko's timers would hold us for 15 s
+
+
+def hash_pin() -> int:
+    """Print the line that can stand for a PIN in the configuration."""
+    try:
+        pin = read_secret("PIN: ").removesuffix("\n")
+        Pin.plain(pin)
+    except ValueError:
+        sys.stderr.write("waker: a PIN has 6 to 128 characters, in UTF-8\n")
+        return EX_CONFIG
+    salt, n, r, p = os.urandom(16), 16384, 8, 1  # 16 MiB
+    digest = hashlib.scrypt(pin.encode(), salt=salt, n=n, r=r, p=p)
+    ends = [base64.b64encode(part).decode() for part in (salt, digest)]
+    sys.stdout.write("$".join(("scrypt", str(n), str(r), str(p), *ends)) + "\n")
+    return 0
+
+
+def parse_seconds(text: str) -> int:
+    """Read how long an unlock may take."""
+    if not re.fullmatch("[0-9]{1,4}", text) or int(text) <= MARGIN_SECONDS:
+        raise ValueError
+    return int(text)
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    rows = (
+        f"  {s.name:25}{s.right}{s.default and f' [{s.default}]'}" for s in SETTINGS
+    )
+    parser = argparse.ArgumentParser(
+        prog="waker.py",
+        description="Wake one machine by magic packet and unlock its disk over SSH.",
+        epilog="settings, from the environment or FILE:\n" + "\n".join(rows),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"waker {__version__}")
+    parser.add_argument(
+        "--env-file",
+        metavar="FILE",
+        type=Path,
+        help="read lines NAME=value; the environment wins over them",
+    )
+    parser.add_argument(
+        "--seconds",
+        metavar="N",
+        type=parse_seconds,
+        default=UNLOCK_SECONDS,
+        help="for unlock: give up after N seconds, more than 5 [%(default)s]",
+    )
+    parser.add_argument(
+        "command",
+        nargs="?",
+        choices=("serve", "unlock", "hash-pin"),
+        default="serve",
+        help="serve: be the daemon (default); unlock: take a passphrase from standard"
+        " input and unlock once; hash-pin: print a line for WAKER_PIN",
+    )
+    return parser.parse_args(argv)
+
+
+def journald_reads(environment: Mapping[str, str]) -> bool:
+    """Tell whether standard error goes to journald. Source: systemd.exec(5)."""
+    about = os.fstat(2)
+    return environment.get("JOURNAL_STREAM") == f"{about.st_dev}:{about.st_ino}"
+
+
+def forbid_core_dumps() -> None:
+    """Keep secrets in memory, should we crash.
+
+    A limit of 1 byte, for 0 holds only where a dump would become a file; the kernel
+    still pipes it to systemd-coredump and the like. Source: do_coredump, fs/coredump.c.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    limit = 1 if hard else 0  # what is 0 already cannot be raised
+    resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a command; the result is the exit status."""
+    arguments = parse_arguments(argv)
+    forbid_core_dumps()
+    if arguments.command == "hash-pin":
+        return hash_pin()
+    journald = bool(sys.stderr) and journald_reads(os.environ)
+    log = Log(2 if sys.stderr else None, journald=journald)
+    try:
+        file = arguments.env_file
+        values = read_env_file(file) if file else {}
+        values |= {n: v for n, v in os.environ.items() if n.startswith("WAKER_")}
+        folder = file.resolve().parent if file else Path.cwd()
+        if arguments.command == "unlock":
+            unlock_once(values, folder, arguments.seconds)
+        credentials = os.environ.get("CREDENTIALS_DIRECTORY", "")
+        config = read_config(Reader(values), folder, credentials)
+        return serve(make_app(config, os.environ, log))
+    except ConfigError as error:
+        for fault in str(error).splitlines():
+            log.event(fault, level=ERROR)
+        return EX_CONFIG
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
