@@ -1,0 +1,224 @@
+"""What the tests share: the daemon, in this process or in its own; and its client."""
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptroot_unlock import Disks
+from homelab import Homelab
+
+import waker
+
+PROGRAM = str(Path(waker.__file__))
+PIN = "pin-2468-pin"
+PASSPHRASE = 'correct "horse" \\ stäple'
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-skip", action="store_true", help="a skipped test has failed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and item.config.getoption("--no-skip"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, though nothing may be: {report.longrepr}"
+    return report
+
+
+def need(program: str) -> str:
+    """Find a program, or skip."""
+    found = shutil.which(program, path=os.environ["PATH"] + ":/usr/sbin:/sbin")
+    if not found:
+        pytest.skip(f"{program} is not installed")
+    return found
+
+
+def need_root() -> None:
+    if os.geteuid():
+        pytest.skip("needs root, for namespaces of its own")
+
+
+@dataclass
+class Answer:
+    """What came back."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> str:
+        assert set(self.json) == {"error"}
+        assert self.headers["Content-Type"] == "application/json"
+        return str(self.json["error"])
+
+
+@dataclass
+class Client:
+    """Talks to a daemon as a program would."""
+
+    port: int
+    token: str = ""
+    host: str = "127.0.0.1"
+    app: waker.App | None = None  # where the daemon runs in this process
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """Make a request; bytes go as they are, anything else as JSON."""
+        fields = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        if body is not None:
+            fields["Content-Type"] = "application/json"
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=120)
+        with contextlib.closing(connection):
+            connection.request(method, path, data, fields | dict(headers or {}))
+            response = connection.getresponse()
+            return Answer(response.status, dict(response.getheaders()), response.read())
+
+    def raw(self, request: bytes) -> tuple[int, bytes]:
+        """Send bytes; returns the status and the body that come back."""
+        with socket.create_connection((self.host, self.port), timeout=20) as tcp:
+            tcp.sendall(request)
+            received = b"".join(iter(lambda: tcp.recv(65536), b""))
+        head, _, body = received.partition(b"\r\n\r\n")
+        return int(head.split()[1]), body
+
+    def attempts(self) -> list[float]:
+        """Look up when attempts were counted, all of one address."""
+        assert self.app
+        (window,) = self.app.gate._attempts.values()
+        return list(window._times)
+
+    def log_in(self, pin: str = PIN) -> "Client":
+        answer = self.call("POST", "/api/auth", {"pin": pin})
+        assert answer.status == 200, answer.body
+        self.token = answer.json["token"]
+        return self
+
+
+@contextlib.contextmanager
+def running(config: waker.Config) -> Iterator[Client]:
+    """Run the daemon in this process, on a free port."""
+    config = config._replace(listen=waker.Listen("127.0.0.1", 0))
+    stop, signal = socket.socketpair()
+    app = waker.make_app(config, os.environ, waker.Log(None))
+    with waker.Server(app) as server, stop, signal:
+        thread = threading.Thread(target=server.run, args=(stop,))
+        thread.start()
+        try:
+            yield Client(int(server.server_address[1]), app=app)
+        finally:
+            signal.send(b"!")
+            thread.join()
+
+
+@dataclass
+class Daemon:
+    """The daemon in a process of its own, as its users run it."""
+
+    process: subprocess.Popen[str]
+    client: Client
+    log: list[str]
+
+    def stop(self) -> int:
+        """Send SIGTERM; returns the exit status, and completes the log."""
+        self.process.terminate()
+        self.log += self.process.communicate(timeout=120)[1].splitlines()
+        return self.process.returncode
+
+
+def environment(settings: Mapping[str, str]) -> dict[str, str]:
+    """Make an environment with these settings and no others."""
+    others = {n: v for n, v in os.environ.items() if not n.startswith("WAKER_")}
+    return others | dict(settings)
+
+
+def run_waker(
+    *arguments: str, settings: Mapping[str, str] | None = None, given: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of waker.py to its end."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", PROGRAM, *arguments],
+        env=environment(settings or {}),
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@contextlib.contextmanager
+def daemon(
+    settings: dict[str, str], *command: str, python: str = sys.executable
+) -> Iterator[Daemon]:
+    """Start the daemon, and see that it ends well."""
+    process = subprocess.Popen(
+        [*command, python, PROGRAM],
+        env=environment({"WAKER_PIN": PIN, "WAKER_LISTEN": "127.0.0.1:0"} | settings),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr
+    log = [process.stderr.readline()]
+    if "listens on" not in log[0]:
+        process.kill()
+        raise RuntimeError(log[0] + process.communicate()[1])
+    started = Daemon(process, Client(int(log[0].rpartition(":")[2])), log)
+    try:
+        yield started
+    finally:
+        if process.poll() is None:
+            assert started.stop() == 0, log
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Homelab]:
+    """A machine that sleeps."""
+    machine = Homelab(tmp_path, disks=Disks({"cryptroot": PASSPHRASE}))
+    with contextlib.closing(machine):
+        yield machine
+
+
+@pytest.fixture
+def config(lab: Homelab, tmp_path: Path) -> waker.Config:
+    """The daemon's configuration for it; packets go to a port that needs no root."""
+    reader = waker.Reader({"WAKER_PIN": PIN} | lab.settings())
+    return waker.read_config(reader, tmp_path)._replace(packet_port=lab.packet_port)
+
+
+@pytest.fixture
+def api(config: waker.Config) -> Iterator[Client]:
+    """A client of the daemon for it, without a token."""
+    with running(config) as client:
+        yield client
+
+
+@pytest.fixture
+def owner(api: Client) -> Client:
+    """A client with a token."""
+    return api.log_in()

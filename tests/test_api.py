@@ -1,0 +1,404 @@
+"""The interface specification, row by row, over real connections."""
+
+import base64
+import hashlib
+import json
+import re
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import cast
+
+import pytest
+from conftest import PASSPHRASE, PIN, Client, running
+from homelab import Homelab
+
+import waker
+
+JSON = {"Content-Type": "application/json"}
+PROTECTED = [row for row in waker.ROUTES if not row.open_to_all]
+
+
+def test_the_routes_are_those_of_the_interface() -> None:
+    rows = {(row.method, row.path, row.open_to_all) for row in waker.ROUTES}
+    assert rows == {
+        ("GET", "/", True),
+        ("POST", "/api/auth", True),
+        ("GET", "/api/status", False),
+        ("POST", "/api/wol", False),
+        ("POST", "/api/unlock", False),
+    }
+
+
+def test_the_pin_is_exchanged_for_a_token(api: Client) -> None:
+    answer = api.call("POST", "/api/auth", {"pin": PIN})
+    assert answer.status == 200
+    assert answer.headers["Content-Type"] == "application/json"
+    assert answer.json.keys() == {"token", "expires_in"}
+    assert answer.json["expires_in"] == 900
+    api.token = answer.json["token"]
+    assert api.call("GET", "/api/status").status == 200
+
+
+@pytest.mark.parametrize("pin", [PIN + "x", PIN[:-1], PIN.upper(), " " + PIN, "x", "ü"])
+def test_a_wrong_pin_is_refused(api: Client, pin: str) -> None:
+    answer = api.call("POST", "/api/auth", {"pin": pin})
+    assert (answer.status, answer.error) == (401, "Wrong PIN")
+    assert answer.headers["WWW-Authenticate"] == "Bearer"
+
+
+def test_a_hashed_pin_admits_the_same_pin(config: waker.Config) -> None:
+    digest = hashlib.scrypt(PIN.encode(), salt=b"salt", n=1024, r=8, p=1)
+    line = "scrypt$1024$8$1$c2FsdA==$" + base64.b64encode(digest).decode()
+    with running(config._replace(pin=waker.Pin.parse(line))) as client:
+        assert client.call("POST", "/api/auth", {"pin": PIN + "x"}).status == 401
+        client.log_in()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"nonsense",
+        b"[]",
+        b'"pin"',
+        b"null",
+        b"{}",
+        b'{"pin": null}',
+        b'{"pin": 123456}',
+        b'{"pin": ["123456"]}',
+        b'{"pin": ""}',
+        b'{"pin": "\\ud800"}',
+        b'{"pin": "\xff\xff\xff\xff\xff\xff"}',
+        b'{"pin": "x", "pin": "x"}',
+        b'{"pin": "123456", "n": NaN}',
+        b'{"pin": "123456"} x',
+        b'{"pin": "123456", "n": ' + b"[" * 8000 + b"}",
+        b'{"pin": "123456", "n": ' + b"1" * 8000 + b"}",
+        b'\xef\xbb\xbf{"pin": "123456"}',
+        '{"pin": "123456"}'.encode("utf-16"),
+        json.dumps({"pin": "x" * 129}).encode(),
+    ],
+)
+def test_a_malformed_body_is_a_bad_request(api: Client, body: bytes) -> None:
+    answer = api.call("POST", "/api/auth", body)
+    assert answer.status == 400
+    assert "pin" in answer.error.lower()
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "", "application/jsonx", "text/json"])
+def test_a_body_of_another_content_type_is_refused(api: Client, kind: str) -> None:
+    body = json.dumps({"pin": PIN}).encode()
+    answer = api.call("POST", "/api/auth", body, {"Content-Type": kind})
+    assert (answer.status, answer.error) == (
+        415,
+        "Content-Type must be application/json",
+    )
+
+
+def test_the_content_type_may_have_parameters_and_capitals(api: Client) -> None:
+    kind = {"Content-Type": "Application/JSON ; charset=utf-8"}
+    assert api.call("POST", "/api/auth", {"pin": PIN}, kind).status == 200
+
+
+def test_the_eleventh_attempt_in_a_minute_is_limited(api: Client) -> None:
+    bodies: list[object] = [{"pin": "wrong!"}, {"pin": PIN}, b"nonsense"]
+    statuses = [
+        api.call("POST", "/api/auth", bodies[number % 3]).status for number in range(10)
+    ]
+    assert statuses == [401, 200, 400] * 3 + [401]  # all of them count
+    answer = api.call("POST", "/api/auth", {"pin": PIN})
+    assert answer.status == 429
+    assert 0 < int(answer.headers["Retry-After"]) <= 60
+    assert answer.error.startswith("Too many attempts")
+
+
+def test_an_attempt_counts_when_it_is_complete_not_when_it_began(
+    api: Client, config: waker.Config
+) -> None:
+    """Else many could be begun, grow old together, and be completed at once."""
+    body = json.dumps({"pin": "wrong!"}).encode()
+    head = f"POST /api/auth HTTP/1.1\r\nContent-Length: {len(body)}\r\n".encode()
+    head += b"Content-Type: application/json\r\n\r\n"
+    with socket.create_connection((api.host, api.port), timeout=20) as tcp:
+        tcp.sendall(head + body[:5])
+        assert api.call("POST", "/api/auth", {"pin": "x"}).status == 401  # time passes
+        between = time.monotonic()
+        tcp.sendall(body[5:])
+        assert tcp.recv(65536).startswith(b"HTTP/1.1 401 ")
+    assert len(api.attempts()) == 2
+    assert api.attempts()[1] > between
+
+
+def test_a_token_in_hand_works_while_attempts_are_limited(owner: Client) -> None:
+    for _ in range(12):
+        last = owner.call("POST", "/api/auth", {"pin": "wrong!"})
+    assert last.status == 429
+    assert owner.call("GET", "/api/status").status == 200
+
+
+def test_a_token_that_has_expired_is_refused(config: waker.Config) -> None:
+    app = waker.make_app(config, {}, waker.Log(None))
+
+    def ask(token: str, now: float) -> waker.Response:
+        request = waker.Request("GET", "/api/status", "192.0.2.1", now, token=token)
+        return waker.respond(app, request)
+
+    token = app.tokens.issue(1000)
+    assert ask(token, 1899.9).status == 200
+    assert ask(token, 1900).status == 401
+
+
+@pytest.mark.parametrize("row", PROTECTED, ids=[row.path for row in PROTECTED])
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer x",
+        "Basic {}",
+        "{}",
+        "Bearer {}x",
+        "Bearer \xe4",
+    ],
+)
+def test_nothing_protected_is_done_without_a_valid_token(
+    owner: Client, lab: Homelab, row: waker.Route, authorization: str
+) -> None:
+    token, owner.token = owner.token, ""
+    fields = {"Authorization": authorization.format(token)} if authorization else {}
+    answer = owner.call(row.method, row.path, {"passphrase": PASSPHRASE}, fields)
+    assert (answer.status, answer.error) == (401, "Invalid or expired token")
+    assert answer.headers["WWW-Authenticate"] == "Bearer"
+    assert lab.packets == []
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+def test_the_schemes_case_does_not_matter(owner: Client, scheme: str) -> None:
+    token, owner.token = owner.token, ""
+    fields = {"Authorization": f"{scheme} {token}"}
+    assert owner.call("GET", "/api/status", headers=fields).status == 200
+
+
+def test_the_status_has_the_promised_fields(owner: Client) -> None:
+    assert owner.call("GET", "/api/status").json == {
+        "name": "127.0.0.1",
+        "state": "off",
+        "reachable": False,
+        "initrd_ssh_open": False,
+        "system_ssh_open": False,
+    }
+
+
+def test_a_wol_request_may_have_any_body_or_none(owner: Client, lab: Homelab) -> None:
+    bodies: list[object] = [None, b"", b"nonsense", {}]
+    for body in bodies:
+        assert owner.call("POST", "/api/wol", body).status == 200
+    lab.wait_for("locked")
+
+
+def test_the_journey_wakes_and_unlocks(owner: Client, lab: Homelab) -> None:
+    assert owner.call("GET", "/api/status").json["state"] == "off"
+    assert owner.call("POST", "/api/wol").status == 200
+    lab.wait_for("locked")
+    assert owner.call("GET", "/api/status").json["initrd_ssh_open"] is True
+    answer = owner.call("POST", "/api/unlock", {"passphrase": "wrong"})
+    assert (answer.status, answer.error) == (
+        400,
+        "Wrong passphrase for disk cryptroot.",
+    )
+    answer = owner.call("POST", "/api/unlock", {"passphrase": PASSPHRASE})
+    assert answer.status == 200
+    assert answer.json == {"success": True, "message": "Unlocked: cryptroot."}
+    lab.wait_for("up")
+
+
+@pytest.mark.parametrize(
+    "passphrase",
+    [
+        "",
+        "a" * 513,
+        "ä" * 257,
+        "a\n",
+        "\r",
+        "a\0b",
+        "a\tb",
+        "\x1b[A",
+        "\x7f",
+        "\x85",
+        5,
+    ],
+)
+def test_an_impossible_passphrase_is_a_bad_request(
+    owner: Client, passphrase: object
+) -> None:
+    answer = owner.call("POST", "/api/unlock", {"passphrase": passphrase})
+    assert answer.status == 400
+    assert "passphrase" in answer.error
+
+
+def test_an_unlock_that_fails_says_so_and_where_the_passphrase_is(
+    owner: Client,
+) -> None:
+    answer = owner.call("POST", "/api/unlock", {"passphrase": PASSPHRASE})
+    assert answer.status == 500
+    assert re.fullmatch(
+        r"Failed to unlock: port \d+ of 127.0.0.1 did not answer within 5 s."
+        r" The passphrase was not sent.",
+        answer.error,
+    )
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/x", "/api", "/api/", "/api/auth/", "//api/auth", "/api/%61uth", "/API/auth"],
+)
+@pytest.mark.parametrize("method", ["GET", "POST", "BREW"])
+def test_another_path_is_not_found(api: Client, method: str, path: str) -> None:
+    if path == "//api/auth":  # http.server makes one slash of two
+        assert api.call("GET", path).status == 405
+        return
+    answer = api.call(method, path, {"pin": PIN})
+    assert (answer.status, answer.error) == (404, "There is nothing at this path")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("POST", "/", "GET, HEAD"),
+        ("GET", "/api/auth", "POST"),
+        ("HEAD", "/api/auth", "POST"),
+        ("POST", "/api/status", "GET, HEAD"),
+        ("GET", "/api/wol", "POST"),
+        ("PUT", "/api/unlock", "POST"),
+        ("OPTIONS", "/api/unlock", "POST"),
+        ("BREW", "/api/wol", "POST"),
+    ],
+)
+def test_another_method_is_told_which_ones_there_are(
+    api: Client, method: str, path: str, allowed: str
+) -> None:
+    answer = api.call(method, path)
+    assert answer.status == 405
+    assert answer.headers["Allow"] == allowed
+    if method != "HEAD":
+        assert answer.error == f"This path takes {allowed} only"
+
+
+def test_head_is_get_without_the_body(owner: Client) -> None:
+    for path in ("/", "/api/status"):
+        got, head = owner.call("GET", path), owner.call("HEAD", path)
+        assert head.headers["Content-Length"] == str(len(got.body))
+        request = f"HEAD {path} HTTP/1.1\r\nAuthorization: Bearer {owner.token}\r\n\r\n"
+        assert owner.raw(request.encode()) == (200, b"")
+
+
+def test_the_page_needs_no_token_and_allows_only_its_own_code(api: Client) -> None:
+    page = api.call("GET", "/?from=home-screen")
+    assert page.status == 200
+    assert page.body == (Path(waker.__file__).with_name("ui.html")).read_bytes()
+    assert page.headers["Content-Type"] == "text/html; charset=utf-8"
+    policy = page.headers["Content-Security-Policy"]
+    for tag in (b"script", b"style"):
+        (code,) = re.findall(rb"<%b[^>]*>(.*?)</%b>" % (tag, tag), page.body, re.DOTALL)
+        digest = base64.b64encode(waker.sha256(code)).decode()
+        assert f"{tag.decode()}-src 'sha256-{digest}';" in policy
+    for part in ("default-src 'none'", "frame-ancestors 'none'", "base-uri 'none'"):
+        assert part in policy
+    assert "unsafe" not in policy
+    assert page.headers["Referrer-Policy"] == "no-referrer"
+
+
+def test_the_page_has_no_code_but_in_its_two_tags() -> None:
+    page = Path(waker.__file__).with_name("ui.html").read_text()
+    assert not re.search(r"\son\w+=|\sstyle=|innerHTML|javascript:", page)
+    assert not re.search(r"(src|href)=[\"']?(https?:)?//", page)
+
+
+def test_every_answer_has_the_fields_that_keep_it_private(owner: Client) -> None:
+    for method, path in [("GET", "/"), ("GET", "/api/status"), ("GET", "/nothing")]:
+        fields = owner.call(method, path).headers
+        assert fields["Cache-Control"] == "no-store"
+        assert fields["X-Content-Type-Options"] == "nosniff"
+        assert fields["Connection"] == "close"
+        assert fields["Server"] == "waker"
+        assert "Date" in fields
+        assert "Access-Control-Allow-Origin" not in fields
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"nonsense\r\n\r\n", 400),
+        (b"\r\n\r\n", 400),
+        (b"GET / HTTP/9.9\r\n\r\n", 505),
+        (b"GET / HTTP/x\r\n\r\n", 400),
+        (b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\n\r\n", 414),
+        (b"POST /api/auth HTTP/1.1\r\nContent-Length: +5\r\n\r\n12345", 400),
+        (b"POST /api/auth HTTP/1.1\r\nContent-Length: -5\r\n\r\n12345", 400),
+        (
+            b"POST /api/auth HTTP/1.1\r\nContent-Length: 5\r\n"
+            b"Content-Length: 5\r\n\r\n12345",
+            400,
+        ),
+        (
+            b"POST /api/auth HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            501,
+        ),
+        (
+            b"POST /api/auth HTTP/1.1\r\nContent-Length: 16385\r\n\r\n" + b"x" * 16385,
+            413,
+        ),
+        (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 200 + b"\r\n", 431),
+    ],
+)
+def test_what_is_no_request_gets_one_json_error(
+    api: Client, request_bytes: bytes, status: int
+) -> None:
+    told, body = api.raw(request_bytes)
+    assert told == status
+    assert json.loads(body).keys() == {"error"}
+
+
+def test_a_body_that_ends_early_is_a_bad_request(api: Client) -> None:
+    with socket.create_connection((api.host, api.port), timeout=20) as tcp:
+        tcp.sendall(b"POST /api/auth HTTP/1.1\r\nContent-Length: 9\r\n\r\n{")
+        tcp.shutdown(socket.SHUT_WR)
+        assert tcp.recv(65536).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_connection_carries_one_request(api: Client) -> None:
+    request = b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n"
+    with socket.create_connection((api.host, api.port), timeout=20) as tcp:
+        tcp.sendall(request * 2)
+        received = b"".join(iter(lambda: tcp.recv(65536), b""))
+    assert received.count(b"HTTP/1.1 404 ") == 1
+
+
+def test_two_unlocks_at_once_are_one_too_many(owner: Client) -> None:
+    answers = []
+
+    def unlock() -> None:
+        answers.append(owner.call("POST", "/api/unlock", {"passphrase": PASSPHRASE}))
+
+    threads = [threading.Thread(target=unlock) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(answer.status for answer in answers) == [409, 409, 500]
+    for answer in answers:
+        if answer.status == 409:
+            assert answer.error == "Another unlock is running; wait for it to end"
+
+
+def test_a_bug_is_told_without_its_text(config: waker.Config) -> None:
+    app = waker.make_app(config, {}, waker.Log(None))
+    broken = app._replace(watcher=cast("waker.Watcher", None))  # a bug, on purpose
+    token = app.tokens.issue(0)
+    request = waker.Request("GET", "/api/status", "192.0.2.1", 0, token=token)
+    answer = waker.respond(broken, request)
+    assert answer.status == 500
+    assert json.loads(answer.body) == {"error": "Internal error; the log tells where"}

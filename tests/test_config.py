@@ -1,0 +1,332 @@
+"""The configuration: what passes, what is a fault, and how faults are told."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import PIN, need, run_waker
+from homelab import Homelab, new_key, public_line
+
+import waker
+
+
+@pytest.fixture
+def good(lab: Homelab) -> dict[str, str]:
+    return {"WAKER_PIN": PIN} | lab.settings()
+
+
+def faults(values: dict[str, str], folder: Path) -> list[str]:
+    with pytest.raises(waker.ConfigError) as told:
+        waker.read_config(waker.Reader(values), folder)
+    return str(told.value).splitlines()
+
+
+@pytest.mark.parametrize("text", ["52:54:00:ab:CD:ef", "52-54-00-AB-cd-EF"])
+def test_a_mac_address_is_six_hex_pairs(text: str) -> None:
+    assert waker.Mac.parse(text).octets == bytes.fromhex("525400abcdef")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "AABBCCDDEE  ",
+        "AABBCCDDEEFF",
+        "52:54:00:ab:cd",
+        "52:54:00:ab:cd:ef:01",
+        "52:54:00-ab-cd-ef",
+        "52:54:00:ab:cd:ef ",
+        " 52:54:00:ab:cd:ef",
+        "52:54:00:ab:cd:ef\n",
+        "52:54:00:ab:cd:eg",
+        "5:54:00:ab:cd:ef",
+        "52:54:00:ab:cd:٣٣",
+        "52::54:00:ab:cd:ef",
+        "52.54.00.ab.cd.ef",
+    ],
+)
+def test_nothing_else_is_a_mac_address(text: str) -> None:
+    with pytest.raises(ValueError):
+        waker.Mac.parse(text)
+
+
+def test_the_defaults_are_those_of_the_interface(
+    good: dict[str, str], tmp_path: Path
+) -> None:
+    optional = ("BROADCAST", "INITRD_SSH_PORT", "SYSTEM_SSH_PORT", "SSH_KEY")
+    values = {n: v for n, v in good.items() if not n.endswith(optional)}
+    config = waker.read_config(waker.Reader(values), tmp_path)
+    assert config.broadcast == "255.255.255.255"
+    assert config.packet_port == 9
+    assert config.unlock_seconds == 90
+    assert config.name == config.machine.host == "127.0.0.1"
+    assert (config.machine.initrd_port, config.machine.system_port) == (2222, 22)
+    assert config.machine.user == "root"
+    assert config.machine.dialect.name == "cryptroot"
+    assert config.machine.key == tmp_path / "ssh_key"
+    assert str(config.listen) == "[::]:8080"
+
+
+def test_all_faults_are_told_together_with_the_remedy(tmp_path: Path) -> None:
+    values = {
+        "WAKER_PIN": "12345",
+        "WAKER_HOMELAB_MAC": "AABBCCDDEE  ",
+        "WAKER_HOMELAB_BROADCAST": "192.168.1.256",
+        "WAKER_INITRD": "mandos",
+        "WAKER_INITRD_SSH_PORT": "0",
+        "WAKER_SYSTEM_SSH_PORT": "65536",
+        "WAKER_SSH_USER": "two words",
+        "WAKER_SSH_HOST_KEY": "ssh-ed25519 AAAA",
+        "WAKER_LISTEN": "8080",
+        "WAKER_HOMELAB_NAME": "bell\a",
+        "WAKER_HOMELAB_BRODCAST": "1.2.3.4",
+    }
+    assert sorted(faults(values, tmp_path)) == [
+        "WAKER_HOMELAB_BROADCAST must be an IPv4 address",
+        "WAKER_HOMELAB_BRODCAST is not a setting; the nearest one is"
+        " WAKER_HOMELAB_BROADCAST",
+        "WAKER_HOMELAB_HOST must be an address or name, such as 192.168.1.20; it is"
+        " not set",
+        "WAKER_HOMELAB_MAC must be six hex pairs, such as 52:54:00:12:34:56",
+        "WAKER_HOMELAB_NAME must be a name for people, of at most 64 characters",
+        "WAKER_INITRD must be a kind of initrd: cryptroot",
+        "WAKER_INITRD_SSH_PORT must be a port, 1 to 65535: the initrd's",
+        "WAKER_LISTEN must be address and port, such as 127.0.0.1:8080",
+        "WAKER_PIN must be 6 to 128 characters, or the whole line of hash-pin",
+        "WAKER_SSH_HOST_KEY must be the initrd's host key, such as ssh-ed25519 AAAA…",
+        f"WAKER_SSH_KEY {tmp_path}/ssh_key: No such file or directory",
+        "WAKER_SSH_USER must be a user's name",
+        "WAKER_SYSTEM_SSH_PORT must be a port, 1 to 65535: the system's",
+    ]
+
+
+def test_a_fault_ends_the_program_with_78_and_no_secret_in_its_words() -> None:
+    ended = run_waker(settings={"WAKER_PIN": "s3crt", "WAKER_HOMELAB_MAC": "s3crt2"})
+    assert ended.returncode == 78
+    assert {line.split()[0] for line in ended.stderr.splitlines()} == {
+        "WAKER_PIN",
+        "WAKER_HOMELAB_MAC",
+        "WAKER_HOMELAB_HOST",
+    }
+    assert "s3crt" not in ended.stderr
+
+
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIBY2xOJpJNDwk1cMHNNuzpGDxx0mcY1J1uFCK6mzUGmd"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        KEY,
+        f"{KEY} root@box",
+        f"{KEY} a comment with blanks",
+        f"192.168.1.20 {KEY}",
+        f"[192.168.1.20]:2222 {KEY}",
+        f"|1|salt=|hash= {KEY}",
+        f"  {KEY}\t",
+    ],
+)
+def test_a_host_key_can_be_pasted_from_where_it_is_printed(text: str) -> None:
+    (key,) = waker.HostKey.parse_all(text)
+    assert str(key) == KEY
+
+
+def test_several_host_keys_are_separated_by_commas() -> None:
+    other = public_line(new_key())
+    assert [str(key) for key in waker.HostKey.parse_all(f"{KEY},{other}")] == [
+        KEY,
+        other,
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        KEY[:-4],
+        KEY + "AAAA",
+        KEY.replace("ssh-ed25519", "ssh-rsa"),
+        KEY.replace(" ", ""),
+        KEY.split()[1],
+        "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5",
+        f"@revoked {KEY}",
+        f"@cert-authority * {KEY}",
+        f"two words {KEY}",
+        f"{KEY},",
+        f"{KEY} a comment, and a comma",
+        "SHA256:lRP+ktIkxmN4gKSMSbjP/2lvAkF9hQyQ5hYuQdUNJZk",
+    ],
+)
+def test_what_is_not_a_whole_host_key_is_a_fault(
+    good: dict[str, str], tmp_path: Path, text: str
+) -> None:
+    (fault,) = faults(good | {"WAKER_SSH_HOST_KEY": text}, tmp_path)
+    assert fault.startswith("WAKER_SSH_HOST_KEY must be the initrd's host key")
+
+
+def test_a_fingerprint_is_written_as_openssh_writes_it() -> None:
+    (key,) = waker.HostKey.parse_all(KEY)
+    printed = subprocess.run(
+        [need("ssh-keygen"), "-lf", "-"],
+        input=KEY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert printed.stdout.split()[1] == waker.fingerprint(key.blob)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])
+def test_a_private_key_that_others_can_read_is_a_fault(
+    good: dict[str, str], tmp_path: Path, mode: int
+) -> None:
+    (tmp_path / "ssh_key").chmod(mode)
+    (fault,) = faults(good, tmp_path)
+    assert fault.endswith(f"is open to others; chmod 600 {tmp_path}/ssh_key")
+    # Where systemd guards it, its mode says nothing.
+    waker.read_config(waker.Reader(good), tmp_path, str(tmp_path))
+
+
+def test_without_a_pinned_host_key_no_private_key_is_needed(
+    good: dict[str, str], tmp_path: Path
+) -> None:
+    good |= {"WAKER_SSH_HOST_KEY": "", "WAKER_SSH_KEY": "nowhere"}
+    assert waker.read_config(waker.Reader(good), tmp_path).machine.host_keys == ()
+
+
+@pytest.mark.parametrize(
+    "text", ["box", "box.lan", "10.0.0.9", "fe80::1%eth0", "2001:db8::9", "a_b-c.d"]
+)
+def test_names_and_addresses_are_hosts(
+    good: dict[str, str], tmp_path: Path, text: str
+) -> None:
+    good["WAKER_HOMELAB_HOST"] = text
+    config = waker.read_config(waker.Reader(good), tmp_path)
+    assert config.machine.host == text
+
+
+@pytest.mark.parametrize("text", ["a b", "-x", "http://box", "box;rm", "böx", "a/b"])
+def test_nothing_else_is_a_host(
+    good: dict[str, str], tmp_path: Path, text: str
+) -> None:
+    (fault,) = faults(good | {"WAKER_HOMELAB_HOST": text}, tmp_path)
+    assert fault.startswith("WAKER_HOMELAB_HOST must be")
+
+
+@pytest.mark.parametrize(
+    ("text", "listen"),
+    [
+        ("[::]:8080", ("::", 8080)),
+        ("127.0.0.1:0", ("127.0.0.1", 0)),
+        ("[fe80::1]:65535", ("fe80::1", 65535)),
+    ],
+)
+def test_an_address_and_port_to_listen_on(text: str, listen: tuple[str, int]) -> None:
+    assert waker.Listen.parse(text) == listen
+    assert str(waker.Listen.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["8080", ":8080", "::8080", "box:80", "1.2.3.4", "1.2.3.4:65536", "[]:1", ":"],
+)
+def test_nothing_else_can_be_listened_on(text: str) -> None:
+    with pytest.raises(ValueError):
+        waker.Listen.parse(text)
+
+
+def test_the_file_is_read_and_the_environment_wins(tmp_path: Path) -> None:
+    file = tmp_path / "waker.env"
+    file.write_text(
+        "# a comment\n\n  WAKER_PIN=plain # stays \nWAKER_SSH_USER='single q'\n"
+        'WAKER_HOMELAB_NAME= " double q"\nWAKER_HOMELAB_HOST= \n'
+    )
+    assert waker.read_env_file(file) == {
+        "WAKER_PIN": "plain # stays",
+        "WAKER_SSH_USER": "single q",
+        "WAKER_HOMELAB_NAME": " double q",
+        "WAKER_HOMELAB_HOST": "",
+    }
+    ended = run_waker(
+        "--env-file",
+        str(file),
+        settings={"WAKER_SSH_USER": "root", "WAKER_INITRD": "x"},
+    )
+    told = [line.split()[0] for line in ended.stderr.splitlines()]
+    assert told == ["WAKER_HOMELAB_HOST", "WAKER_INITRD", "WAKER_HOMELAB_MAC"]
+    assert ended.returncode == 78
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"WAKER_PIN=1\nsecret words\n = \n'WAKER_PIN=x'\n", [2, 3, 4]),
+        (b"WAKER_PIN='unbalanced\nWAKER_PIN=\"x'\n", [1, 2]),
+    ],
+)
+def test_a_line_that_is_no_setting_is_told_by_its_number_only(
+    tmp_path: Path, content: bytes, told: list[int]
+) -> None:
+    file = tmp_path / "waker.env"
+    file.write_bytes(content)
+    with pytest.raises(waker.ConfigError) as error:
+        waker.read_env_file(file)
+    assert str(error.value).splitlines() == [
+        f"--env-file {file}: line {number} must be NAME=value" for number in told
+    ]
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    ended = run_waker("--env-file", str(tmp_path / "none"))
+    assert ended.returncode == 78
+    assert ended.stderr == f"--env-file {tmp_path}/none: No such file or directory\n"
+    (tmp_path / "latin").write_bytes(b"WAKER_PIN=\xe4\xe4\xe4\xe4\xe4\xe4\n")
+    ended = run_waker("--env-file", str(tmp_path / "latin"))
+    assert ended.stderr == f"--env-file {tmp_path}/latin: not UTF-8\n"
+
+
+def test_a_pin_that_is_not_utf8_is_a_fault(
+    good: dict[str, str], tmp_path: Path
+) -> None:
+    good["WAKER_PIN"] = os.fsdecode(b"\xff" * 8)
+    (fault,) = faults(good, tmp_path)
+    assert fault.startswith("WAKER_PIN must be")
+
+
+def test_hash_pin_prints_a_line_that_stands_for_the_pin() -> None:
+    printed = run_waker("hash-pin", given=f"{PIN}\n")
+    line = printed.stdout.rstrip("\n")
+    assert printed.returncode == 0
+    assert line.startswith("scrypt$16384$8$1$")
+    assert PIN not in line
+    pin = waker.Pin.parse(line)
+    assert pin.matches(PIN)
+    assert not pin.matches(line)
+    assert not pin.matches(PIN + "x")
+    assert run_waker("hash-pin", given=PIN).stdout != printed.stdout
+
+
+def test_hash_pin_refuses_a_short_pin() -> None:
+    printed = run_waker("hash-pin", given="12345\n")
+    assert (printed.returncode, printed.stdout) == (78, "")
+    assert printed.stderr == "waker: a PIN has 6 to 128 characters, in UTF-8\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "scrypt$",
+        "scrypt$16384$8$1$c2FsdA==",
+        "scrypt$16383$8$1$c2FsdA==$ZGlnZXN0",
+        "scrypt$65536$8$1$c2FsdA==$ZGlnZXN0",
+        "scrypt$16384$8$1$!$ZGlnZXN0",
+        "scrypt$99999999999999999999$8$1$c2FsdA==$ZGlnZXN0",
+        "scrypt$1024$8$1$c2FsdA==$ZGlnZXN0",
+    ],
+    ids=["empty", "short", "no power of 2", "64 MiB", "no base64", "huge", "cut off"],
+)
+def test_a_damaged_scrypt_line_is_a_fault(
+    good: dict[str, str], tmp_path: Path, line: str
+) -> None:
+    (fault,) = faults(good | {"WAKER_PIN": line}, tmp_path)
+    assert fault.startswith("WAKER_PIN must be")
