@@ -1,0 +1,586 @@
+"""The unlock against real SSH servers: every outcome told as what was seen."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import paramiko
+import pytest
+from conftest import PASSPHRASE, PROGRAM, environment
+from cryptroot_unlock import Disks
+from homelab import (
+    DROPBEAR,
+    OPENSSH,
+    Homelab,
+    SshServer,
+    bind,
+    new_key,
+    public_line,
+)
+from namespaces import hosts
+from paramiko.common import AUTH_SUCCESSFUL, OPEN_SUCCEEDED
+from ssh_servers import (
+    SERVERS,
+    Initrd,
+    free_port,
+    paramiko_server,
+    prepare,
+    tinysshd,
+)
+
+import waker
+
+Start = Callable[..., Initrd]
+STEPS = ["connected", "verified", "asked", "sent"]
+
+
+@pytest.fixture(params=SERVERS)
+def initrd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
+    """Starts the initrd of each kind of SSH server."""
+    with contextlib.ExitStack() as stack:
+
+        def start(disks: Disks | None = None, *, command: bool = True) -> Initrd:
+            disks = disks or Disks({"cryptroot": PASSPHRASE})
+            server = SERVERS[request.param](tmp_path, disks, command=command)
+            return stack.enter_context(server)
+
+        yield start
+
+
+def unlock(
+    machine: waker.Machine,
+    passphrase: str = PASSPHRASE,
+    seconds: int = 20,
+    command: Sequence[str] = (),
+) -> tuple[waker.Outcome, list[str]]:
+    """Run `waker.py unlock` as the daemon does; returns the outcome and the steps."""
+    began = time.monotonic()
+    program = [sys.executable, "-W", "ignore", PROGRAM, "unlock"]
+    child = subprocess.run(
+        [*command, *program, "--seconds", str(seconds)],
+        env=environment(machine.settings()),
+        input=passphrase.encode(),
+        capture_output=True,
+        timeout=seconds + 5,
+        check=False,
+    )
+    assert child.stderr == b""
+    assert time.monotonic() - began < seconds
+    *steps, last = map(json.loads, child.stdout.splitlines())
+    outcome = waker.Outcome(**last)
+    assert child.returncode == (outcome.outcome != "unlocked")
+    assert outcome.sent == ({"step": "sent"} in steps)
+    if outcome.outcome == "failed":
+        told = "was sent" if outcome.sent else "was not sent"
+        assert outcome.message.endswith(f"The passphrase {told}.")
+    return outcome, [step["step"] for step in steps]
+
+
+def test_the_right_passphrase_arrives_exactly_and_unlocks(initrd: Start) -> None:
+    machine = initrd()
+    outcome, steps = unlock(machine.machine())
+    assert outcome == waker.Outcome("unlocked", True, "Unlocked: cryptroot.")
+    assert machine.received() == [PASSPHRASE.encode()]
+    assert steps == STEPS
+
+
+@pytest.mark.parametrize(
+    "passphrase", [" ", "é" * 256, "a" * 512, "x \u00a0 ", "'$(id)`"]
+)
+def test_odd_passphrases_arrive_exactly(tmp_path: Path, passphrase: str) -> None:
+    with paramiko_server(tmp_path, Disks({"cryptroot": passphrase})) as machine:
+        outcome, _ = unlock(machine.machine(), passphrase)
+        assert machine.received() == [passphrase.encode()]
+    assert outcome.outcome == "unlocked"
+
+
+def test_a_wrong_passphrase_is_told_as_wrong(initrd: Start) -> None:
+    machine = initrd()
+    outcome, steps = unlock(machine.machine(), "wrong")
+    assert outcome == waker.Outcome(
+        "wrong", True, "Wrong passphrase for disk cryptroot."
+    )
+    assert machine.received() == [b"wrong"]
+    assert steps == STEPS
+
+
+def test_two_disks_with_one_passphrase_are_both_unlocked(initrd: Start) -> None:
+    machine = initrd(Disks({"root": PASSPHRASE, "home": PASSPHRASE}))
+    outcome, steps = unlock(machine.machine())
+    assert outcome == waker.Outcome("unlocked", True, "Unlocked: root, home.")
+    assert machine.received() == [PASSPHRASE.encode()] * 2
+    assert steps == [*STEPS, "asked", "sent"]
+
+
+def test_a_second_disk_with_another_passphrase_is_named(initrd: Start) -> None:
+    machine = initrd(Disks({"root": PASSPHRASE, "home": "another"}))
+    outcome, _ = unlock(machine.machine())
+    message = "Wrong passphrase for disk home; it did unlock root."
+    assert outcome == waker.Outcome("wrong", True, message)
+
+
+@pytest.mark.parametrize(
+    ("passphrase", "outcome", "message"),
+    [
+        (PASSPHRASE, "unlocked", "Unlocked: cryptroot."),
+        ("wrong", "wrong", "Wrong passphrase for disk cryptroot."),
+    ],
+)
+def test_a_slow_key_derivation_is_waited_for_without_sending_again(
+    initrd: Start, passphrase: str, outcome: str, message: str
+) -> None:
+    machine = initrd(Disks({"cryptroot": PASSPHRASE}, slow=2))
+    seen, _ = unlock(machine.machine(), passphrase)
+    assert seen == waker.Outcome(outcome, True, message)
+    assert machine.received().count(passphrase.encode()) == 1
+
+
+@pytest.mark.parametrize(
+    ("disks", "told"),
+    [
+        (Disks({"d": "p"}, idle=True), "nothing asks for a passphrase"),
+        (Disks({"d": "p"}, early=True), "is not that far yet"),
+        (Disks({}), "every disk is unlocked already"),
+    ],
+    ids=["nothing asks", "too early", "all unlocked"],
+)
+def test_nothing_is_sent_when_nothing_asks(
+    initrd: Start, disks: Disks, told: str
+) -> None:
+    machine = initrd(disks)
+    outcome, steps = unlock(machine.machine())
+    assert outcome.outcome == "failed"
+    assert told in outcome.message
+    assert machine.received() == []
+    assert steps == ["connected", "verified"]
+
+
+def test_a_command_that_never_asks_gets_nothing_within_the_deadline(
+    initrd: Start,
+) -> None:
+    machine = initrd(Disks({"d": "p"}, mute=True))
+    outcome, steps = unlock(machine.machine(), seconds=8)
+    assert "no disk asked" in outcome.message
+    assert machine.received() == []
+    assert steps == ["connected", "verified"]
+
+
+def test_a_missing_unlock_command_is_told(initrd: Start) -> None:
+    machine = initrd(command=False)
+    outcome, steps = unlock(machine.machine())
+    assert "there is no unlock command" in outcome.message
+    assert steps == ["connected", "verified"]
+
+
+def test_a_refused_key_is_told_with_its_fingerprint(
+    initrd: Start, tmp_path: Path
+) -> None:
+    other = new_key()
+    other.write_private_key_file(str(tmp_path / "other"))
+    machine = initrd().machine()._replace(key=tmp_path / "other")
+    outcome, steps = unlock(machine)
+    assert "refused our key" in outcome.message
+    assert waker.fingerprint(other.asbytes()) in outcome.message
+    assert steps == ["connected", "verified"]
+
+
+def test_another_host_key_is_told_with_both_fingerprints(initrd: Start) -> None:
+    start = initrd()
+    pinned = waker.HostKey.parse(public_line(new_key()))
+    outcome, steps = unlock(start.machine()._replace(host_keys=(pinned,)))
+    (shown,) = waker.HostKey.parse_all(start.host_key)
+    assert f"pinned {waker.fingerprint(pinned.blob)}" in outcome.message
+    assert f"seen {waker.fingerprint(shown.blob)}" in outcome.message
+    assert start.received() == []
+    assert steps == ["connected"]
+
+
+def test_a_server_without_a_key_of_the_pinned_type_gets_nothing(initrd: Start) -> None:
+    pinned = waker.HostKey.parse(public_line(paramiko.RSAKey.generate(2048)))
+    start = initrd()
+    outcome, steps = unlock(start.machine()._replace(host_keys=(pinned,)))
+    # Dropbear offers RSA even if it has no such key, and dies when that is chosen.
+    told = "no host key of the pinned type ssh-rsa", "the host key differs"
+    assert any(text in outcome.message for text in told)
+    assert start.received() == []
+    assert steps == ["connected"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_one_of_several_pins_is_enough(initrd: Start, *, first: bool) -> None:
+    start = initrd()
+    (right,) = waker.HostKey.parse_all(start.host_key)
+    other = waker.HostKey.parse(public_line(new_key()))
+    pins = (right, other) if first else (other, right)
+    outcome, _ = unlock(start.machine()._replace(host_keys=pins))
+    assert outcome.outcome == "unlocked"
+
+
+class Eavesdropper(paramiko.ServerInterface):
+    """An impostor's SSH server: it lets everybody in and notes all that it gets."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def get_allowed_auths(self, username: str) -> str:
+        self.heard.append(username)
+        return "publickey,password,none"
+
+    def check_auth_none(self, username: str) -> int:
+        self.heard.append(username)
+        return 0
+
+    def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
+        self.heard += [username, key.get_base64()]
+        return 0
+
+    def check_channel_request(self, kind: str, chanid: int) -> int:
+        self.heard += [kind, str(chanid)]
+        return 0
+
+
+def test_an_impostor_gets_nothing_at_all(tmp_path: Path) -> None:
+    with paramiko_server(tmp_path, Disks({"cryptroot": PASSPHRASE})) as real:
+        machine = real.machine()
+    ears, listener = Eavesdropper(), bind("127.0.0.1", real.port)
+    listener.listen()
+
+    def accept() -> None:
+        transport = paramiko.Transport(listener.accept()[0])
+        transport.add_server_key(new_key())
+        transport.start_server(server=ears)
+        transport.join()
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    outcome, steps = unlock(machine)
+    thread.join()
+    listener.close()
+    assert "the host key differs" in outcome.message
+    assert steps == ["connected"]
+    assert ears.heard == []
+
+
+def test_without_a_pin_nothing_is_even_connected(tmp_path: Path) -> None:
+    with paramiko_server(tmp_path, Disks({"cryptroot": PASSPHRASE})) as start:
+        outcome, steps = unlock(start.machine()._replace(host_keys=()))
+    assert "no host key is pinned" in outcome.message
+    assert f"ssh-keyscan -t ed25519 -p {start.port} 127.0.0.1" in outcome.message
+    assert steps == []
+
+
+def test_tinyssh_is_told_as_what_it_is(tmp_path: Path) -> None:
+    with tinysshd(tmp_path, Disks({"cryptroot": PASSPHRASE})) as start:
+        outcome, steps = unlock(start.machine())
+    assert "no algorithm in common" in outcome.message
+    assert steps == ["connected"]
+
+
+@contextlib.contextmanager
+def peer(speak: Callable[[socket.socket], None]) -> Iterator[int]:
+    """Listen, and let each client hear that; yields the port."""
+    listener = bind("127.0.0.1", 0)
+    listener.listen()
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):  # closed, or the client has gone
+            while True:
+                speak(listener.accept()[0])
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield int(listener.getsockname()[1])
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+def drip(connection: socket.socket) -> None:
+    """Send an endless identification string, a byte at a time."""
+    connection.sendall(b"SSH-2.0-")
+    connection.settimeout(0.2)
+    while True:
+        connection.sendall(b"x")
+        with contextlib.suppress(TimeoutError):
+            connection.recv(1)
+
+
+HELD: list[socket.socket] = []
+
+
+def freeze(connection: socket.socket) -> None:
+    """Begin like an SSH server, and do nothing more."""
+    connection.sendall(b"SSH-2.0-x\r\n")
+    HELD.append(connection)
+
+
+@pytest.mark.parametrize(
+    ("speak", "told"),
+    [
+        (HELD.append, "did not answer within 5 s"),
+        (lambda peer: peer.close(), "does not speak SSH"),
+        (lambda peer: peer.sendall(b"HTTP/1.1 400 No\r\n\r\n"), "does not speak SSH"),
+        (lambda peer: peer.sendall(os.urandom(99)), "does not speak SSH"),
+        (lambda peer: peer.sendall(b"Not allowed at this time\r\n"), "not speak SSH"),
+        (lambda peer: (peer.sendall(b"SSH-2.0-x\r\n"), peer.close()), "broke off"),
+        (lambda peer: peer.sendall(b"SSH-2.0-x\r\n" + b"\1" * 999), "broke off"),
+        (freeze, "fell silent"),
+        (drip, "fell silent"),
+    ],
+    ids=[
+        "silent",
+        "closing",
+        "web",
+        "random",
+        "busy",
+        "leaving",
+        "garbage",
+        "frozen",
+        "dripping",
+    ],
+)
+def test_a_peer_that_is_no_ssh_server_gets_nothing(
+    tmp_path: Path, speak: Callable[[socket.socket], None], told: str
+) -> None:
+    with paramiko_server(tmp_path, Disks({})) as start:
+        machine = start.machine()
+    with peer(speak) as port:
+        outcome, steps = unlock(machine._replace(initrd_port=port))
+    assert outcome.outcome == "failed"
+    assert told in outcome.message
+    assert "verified" not in steps
+
+
+def test_a_port_that_refuses_and_one_that_swallows_are_told_apart(
+    tmp_path: Path, lab: Homelab
+) -> None:
+    with paramiko_server(tmp_path, Disks({})) as start:
+        machine = start.machine()
+    outcome, _ = unlock(machine)
+    assert "refuses connections" in outcome.message
+    outcome, _ = unlock(machine._replace(initrd_port=lab.initrd_port))
+    assert "did not answer within 5 s" in outcome.message
+
+
+def test_a_name_that_nobody_knows_is_told(tmp_path: Path) -> None:
+    with paramiko_server(tmp_path, Disks({})) as start, hosts(1) as (lonely,):
+        machine = start.machine()._replace(host="box.lan")
+        with lonely.resolver("127.0.0.1"):
+            outcome, steps = unlock(machine, command=lonely.command())
+    assert outcome.message.startswith("box.lan is unknown: ")
+    assert steps == []
+
+
+def test_power_lost_before_it_asks_means_nothing_was_sent(initrd: Start) -> None:
+    machine = initrd(Disks({"cryptroot": PASSPHRASE}, dies="before"))
+    outcome, steps = unlock(machine.machine())
+    assert "the connection was lost before a disk asked" in outcome.message
+    assert machine.received() == []
+    assert steps == ["connected", "verified"]
+
+
+def test_power_lost_after_sending_is_not_called_unlocked(initrd: Start) -> None:
+    machine = initrd(Disks({"cryptroot": PASSPHRASE}, dies="after"))
+    outcome, steps = unlock(machine.machine(), seconds=10)
+    assert outcome.message.startswith("not confirmed: the connection was lost")
+    assert outcome.sent
+    assert steps == STEPS
+
+
+@pytest.mark.parametrize(
+    ("same_key", "disks", "outcome", "told"),
+    [
+        (False, {}, "unlocked", "The system is up, though the connection was lost"),
+        (True, {}, "unlocked", "No disk asks any more, though the connection was"),
+        (True, {"cryptroot": "x"}, "failed", "answered, and it asks again; try again"),
+        (
+            True,
+            {"home": "x"},
+            "failed",
+            "another disk asks now, and no verdict on crypt",
+        ),
+    ],
+    ids=["the system is up", "unlocked", "it asks again", "another disk asks"],
+)
+def test_what_became_of_a_lost_machine_is_found_out(
+    tmp_path: Path, same_key: bool, disks: dict[str, str], outcome: str, told: str
+) -> None:
+    first, ssh_key, authorized = prepare(
+        tmp_path, Disks({"cryptroot": "x"}, dies="after")
+    )
+    host_key, port, after = new_key(), free_port(), tmp_path / "after.json"
+    Disks(disks).save(after)
+    servers = [
+        SshServer(bind("127.0.0.1", port), host_key, DROPBEAR, authorized, first)
+    ]
+
+    def come_back() -> None:
+        servers[0].ended.wait()
+        key, ident = (host_key, DROPBEAR) if same_key else (new_key(), OPENSSH)
+        servers.append(
+            SshServer(bind("127.0.0.1", port), key, ident, authorized, after)
+        )
+
+    thread = threading.Thread(target=come_back)
+    thread.start()
+    machine = Initrd(port, public_line(host_key), ssh_key, first)
+    seen, _ = unlock(machine.machine(), "wrong")
+    thread.join()
+    servers[1].close()
+    assert seen.outcome == outcome
+    assert told in seen.message
+    assert machine.received() == [b"wrong"]
+    assert Disks.load(after).received in ([], [""])  # the hang-up ends its input
+
+
+def test_a_port_that_was_open_all_the_time_proves_nothing(tmp_path: Path) -> None:
+    disks = Disks({"cryptroot": PASSPHRASE}, dies="after")
+    with paramiko_server(tmp_path, disks) as start, bind("127.0.0.1", 0) as other:
+        other.listen()
+        machine = start.machine()._replace(system_port=other.getsockname()[1])
+        outcome, _ = unlock(machine, "wrong", seconds=10)
+    assert outcome.message.startswith("not confirmed: ")
+
+
+def test_a_second_disk_after_a_slow_key_derivation_is_told(tmp_path: Path) -> None:
+    disks = Disks({"root": PASSPHRASE, "home": PASSPHRASE}, slow=1)
+    with paramiko_server(tmp_path, disks) as start:
+        outcome, _ = unlock(start.machine())
+        told = "another disk asks now, and no verdict on root came; try again"
+        assert outcome.message.startswith(told)
+        assert unlock(start.machine())[0].message == "Unlocked: home."
+
+
+class Moody(paramiko.ServerInterface):
+    """A server that goes wrong in some way after the key exchange."""
+
+    def __init__(self, mood: str) -> None:
+        self._mood = mood
+        self._end = threading.Event()
+
+    def get_allowed_auths(self, username: str) -> str:
+        return "publickey"
+
+    def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
+        if self._mood == "frozen in the login":
+            self._end.wait(15)
+        return AUTH_SUCCESSFUL
+
+    def check_channel_request(self, kind: str, chanid: int) -> int:
+        return OPEN_SUCCEEDED
+
+    def check_channel_exec_request(
+        self, channel: paramiko.Channel, command: bytes
+    ) -> bool:
+        if self._mood == "frozen in exec":
+            self._end.wait(15)
+        if self._mood == "endless":
+            threading.Thread(target=self._write, args=(channel,), daemon=True).start()
+        return self._mood != "refusing"
+
+    def _write(self, channel: paramiko.Channel) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                channel.sendall(b"x" * 9999)
+
+
+@pytest.mark.parametrize(
+    ("mood", "told"),
+    [
+        ("frozen in the login", "the SSH server fell silent in the login"),
+        ("frozen in exec", "no disk asked for its passphrase in time"),
+        ("endless", "no disk asked for its passphrase in time"),
+        ("refusing", "the server refuses to run the unlock command"),
+    ],
+)
+def test_a_server_that_goes_wrong_is_told_in_time(
+    tmp_path: Path, mood: str, told: str
+) -> None:
+    with paramiko_server(tmp_path, Disks({})) as start:
+        machine = start.machine()
+    host_key = new_key()
+
+    def serve(connection: socket.socket) -> None:
+        transport = paramiko.Transport(connection)
+        transport.add_server_key(host_key)
+        transport.start_server(threading.Event(), Moody(mood))
+
+    with peer(serve) as port:
+        pin = waker.HostKey.parse(public_line(host_key))
+        moody = machine._replace(initrd_port=port, host_keys=(pin,))
+        outcome, steps = unlock(moody, seconds=17 if "login" in mood else 8)
+    assert told in outcome.message
+    assert not outcome.sent
+    assert "asked" not in steps
+
+
+def disconnect(text: bytes) -> bytes:
+    """Write an SSH packet that ends a connection with this text, RFC 4253, 11.1."""
+    payload = b"\1" + bytes([0, 0, 0, 2]) + len(text).to_bytes(4, "big") + text
+    payload += bytes(4)
+    padding = 8 - (len(payload) + 5) % 8 + 8
+    length = (len(payload) + padding + 1).to_bytes(4, "big")
+    return length + bytes([padding]) + payload + bytes(padding)
+
+
+def test_nonsense_from_a_peer_is_its_fault_and_not_the_passphrases(
+    tmp_path: Path,
+) -> None:
+    with paramiko_server(tmp_path, Disks({})) as start:
+        machine = start.machine()
+    nonsense = b"SSH-2.0-x\r\n" + disconnect(b"\xff\xfe")
+    with peer(lambda connection: connection.sendall(nonsense)) as port:
+        outcome, _ = unlock(machine._replace(initrd_port=port))
+    assert "the connection broke off in the key exchange" in outcome.message
+
+
+def test_nonsense_from_a_peer_after_sending_does_not_hide_that_it_was_sent(
+    tmp_path: Path,
+) -> None:
+    state, ssh_key, authorized = prepare(tmp_path, Disks({"d": "p"}, dies="after"))
+    host_key, listener = new_key(), bind("127.0.0.1", 0)
+    port = int(listener.getsockname()[1])
+    first = SshServer(listener, host_key, DROPBEAR, authorized, state)
+    nonsense = b"SSH-2.0-dropbear_x\r\n" + disconnect(b"\xff\xfe")
+
+    def come_back() -> None:
+        first.ended.wait()
+        with bind("127.0.0.1", port) as listener:
+            listener.listen()
+            listener.settimeout(9)
+            with contextlib.suppress(TimeoutError):
+                while True:
+                    listener.accept()[0].sendall(nonsense)
+
+    thread = threading.Thread(target=come_back)
+    thread.start()
+    outcome, _ = unlock(
+        Initrd(port, public_line(host_key), ssh_key, state).machine(), "p", 12
+    )
+    thread.join()
+    assert outcome.message.startswith("not confirmed: ")
+    assert outcome.sent
+
+
+def test_a_damaged_key_of_ours_is_told(tmp_path: Path) -> None:
+    with paramiko_server(tmp_path, Disks({"d": "p"})) as start:
+        whole = start.ssh_key.read_text().splitlines()
+        for damaged in (whole[:-1], whole[:2], ["nonsense"], [*whole[:1], whole[-1]]):
+            start.ssh_key.write_text("\n".join(damaged) + "\n")
+            outcome, steps = unlock(start.machine())
+            assert "must be an Ed25519, ECDSA or RSA private key" in outcome.message
+            assert steps == ["connected", "verified"]
+
+
+def test_an_encrypted_key_of_ours_is_told(tmp_path: Path) -> None:
+    with paramiko_server(tmp_path, Disks({"d": "p"})) as start:
+        new_key().write_private_key_file(str(start.ssh_key), password="secret")
+        outcome, _ = unlock(start.machine())
+    assert "must not be encrypted" in outcome.message
