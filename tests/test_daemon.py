@@ -1,0 +1,341 @@
+"""The program as its users run it: start, stop, log, and the unlocking child."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import venv
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from conftest import PASSPHRASE, PIN, Client, daemon, run_waker, running
+from cryptroot_unlock import Disks
+from homelab import Homelab
+from ssh_servers import paramiko_server
+
+import waker
+
+T = TypeVar("T")
+
+MAC = {"WAKER_HOMELAB_MAC": "52:54:00:12:34:56"}
+
+
+def children(pid: int) -> list[int]:
+    """List the child processes of a process."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def wait_for(condition: Callable[[], T]) -> T:
+    """Wait until there is something; returns it."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+    raise TimeoutError
+
+
+def wait_for_child(pid: int) -> int:
+    """Wait until a process has a child; returns its pid."""
+    return wait_for(lambda: children(pid))[0]
+
+
+def unlock_in_background(client: Client) -> tuple[threading.Thread, list[object]]:
+    """Begin an unlock; its answer will be in the list when the thread ends."""
+    answers: list[object] = []
+
+    def call() -> None:
+        answer = client.call("POST", "/api/unlock", {"passphrase": PASSPHRASE})
+        answers.append((answer.status, answer.json))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread, answers
+
+
+def test_it_says_where_it_listens_and_stops_on_sigterm(lab: Homelab) -> None:
+    with daemon(lab.settings()) as started:
+        assert re.fullmatch(
+            rf"waker {re.escape(waker.__version__)} listens on 127\.0\.0\.1:\d+\n",
+            started.log[0],
+        )
+        assert started.stop() == 0
+    assert started.log[1:] == ["stopping"]
+
+
+def test_sigint_stops_it_as_well(lab: Homelab) -> None:
+    with daemon(lab.settings()) as started:
+        started.process.send_signal(signal.SIGINT)
+        assert started.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_every_address_is_listened_on_for_both_families(
+    lab: Homelab, family: socket.AddressFamily
+) -> None:
+    loopback = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}[family]
+    try:
+        socket.create_server((loopback, 0), family=family).close()
+    except OSError as error:
+        pytest.skip(f"this machine has no {loopback}: {error.strerror}")
+    with daemon(lab.settings() | {"WAKER_LISTEN": "[::]:0"}) as started:
+        started.client.host = loopback
+        started.client.log_in()
+        assert started.stop() == 0
+    assert f"ip={loopback} PIN accepted" in started.log
+
+
+def test_a_port_in_use_is_told_with_the_setting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        settings = {
+            "WAKER_PIN": PIN,
+            "WAKER_HOMELAB_HOST": "127.0.0.1",
+            "WAKER_LISTEN": listen,
+        } | MAC
+        ended = run_waker(settings=settings)
+    assert ended.returncode == 1
+    assert ended.stderr == f"WAKER_LISTEN {listen}: Address already in use\n"
+
+
+def test_a_page_that_is_missing_is_told_with_its_path(
+    lab: Homelab, tmp_path: Path
+) -> None:
+    alone = tmp_path / "waker.py"
+    alone.write_bytes(Path(waker.__file__).read_bytes())
+    settings = {"WAKER_PIN": PIN, **lab.settings()}
+    command = [sys.executable, str(alone)]
+    ended = subprocess.run(
+        command, env=settings, capture_output=True, text=True, check=False
+    )
+    page = tmp_path / "ui.html"
+    assert ended.returncode == 78
+    assert ended.stderr == f"the page {page}: No such file or directory\n"
+    page.write_text("<title>another page</title>")
+    ended = subprocess.run(
+        command, env=settings, capture_output=True, text=True, check=False
+    )
+    assert ended.stderr == f"the page {page} is not waker's\n"
+
+
+def test_it_runs_from_a_symbolic_link(lab: Homelab, tmp_path: Path) -> None:
+    (tmp_path / "waker").symlink_to(waker.__file__)
+    settings = lab.settings() | {"WAKER_PIN": PIN, "WAKER_LISTEN": "127.0.0.1:0"}
+    command = [sys.executable, str(tmp_path / "waker")]
+    process = subprocess.Popen(command, env=settings, stderr=subprocess.PIPE, text=True)
+    assert process.stderr
+    assert "listens on" in process.stderr.readline()
+    process.terminate()
+    process.communicate()
+
+
+def test_version_and_help_need_no_configuration() -> None:
+    version = run_waker("--version")
+    assert (version.returncode, version.stdout) == (0, f"waker {waker.__version__}\n")
+    told = run_waker("--help").stdout
+    for setting in waker.SETTINGS:
+        assert setting.name in told
+        assert setting.right in told
+
+
+def test_an_unknown_command_is_refused() -> None:
+    assert run_waker("shutdown").returncode == 2
+
+
+def test_sigterm_lets_a_running_unlock_finish(tmp_path: Path) -> None:
+    with paramiko_server(tmp_path, Disks({"d": PASSPHRASE}, slow=2)) as initrd:
+        with daemon(initrd.machine().settings() | MAC) as started:
+            thread, answers = unlock_in_background(started.client.log_in())
+            child = wait_for_child(started.process.pid)
+            wait_for(initrd.received)
+            os.kill(child, signal.SIGTERM)  # systemd may tell the whole group
+            assert started.stop() == 0
+            thread.join()
+    assert answers == [(200, {"success": True, "message": "Unlocked: d."})]
+    assert not Path(f"/proc/{child}").exists()
+
+
+def test_an_unlock_without_end_is_killed_and_told(
+    config: waker.Config, tmp_path: Path
+) -> None:
+    """The child stops by itself before its time is over; here it is made unable to."""
+    folder = tmp_path / "initrd"
+    folder.mkdir()
+    disks = Disks({"d": PASSPHRASE}, mute=True)
+    with paramiko_server(folder, disks) as initrd:
+        slow = config._replace(machine=initrd.machine(), unlock_seconds=7)
+        with running(slow) as client:
+            thread, answers = unlock_in_background(client.log_in())
+            child = wait_for_child(os.getpid())
+            os.kill(child, signal.SIGSTOP)
+            began = time.monotonic()
+            thread.join()
+            assert 5 < time.monotonic() - began < 8
+    text = "no end was seen within 7 s. The passphrase was not sent."
+    assert answers == [(500, {"error": f"Failed to unlock: {text}"})]
+    assert not Path(f"/proc/{child}").exists()
+
+
+def test_a_child_that_dies_is_not_believed(
+    config: waker.Config, tmp_path: Path
+) -> None:
+    folder = tmp_path / "initrd"
+    folder.mkdir()
+    with paramiko_server(folder, Disks({"d": PASSPHRASE}, slow=9)) as initrd:
+        with running(config._replace(machine=initrd.machine())) as client:
+            thread, answers = unlock_in_background(client.log_in())
+            child = wait_for_child(os.getpid())
+            wait_for(initrd.received)
+            os.kill(child, signal.SIGKILL)
+            thread.join()
+    text = "the unlocking process ended with status -9. The passphrase was sent."
+    assert answers == [(500, {"error": f"Failed to unlock: {text}"})]
+
+
+def test_an_unlock_leaves_no_process_thread_or_descriptor(tmp_path: Path) -> None:
+    with paramiko_server(tmp_path, Disks({"d": "p"})) as initrd:
+        with daemon(initrd.machine().settings() | MAC) as started:
+            client, proc = started.client.log_in(), Path(f"/proc/{started.process.pid}")
+
+            def threads_and_descriptors() -> list[int]:
+                return [len(list((proc / kind).iterdir())) for kind in ("task", "fd")]
+
+            wait_for(lambda: threads_and_descriptors()[0] == 1)
+            idle = threads_and_descriptors()
+            for _ in range(3):
+                client.call("POST", "/api/unlock", {"passphrase": "wrong"})
+            wait_for(lambda: threads_and_descriptors() == idle)
+            assert children(started.process.pid) == []
+
+
+def test_a_machine_without_paramiko_still_wakes_and_watches(
+    lab: Homelab, tmp_path: Path
+) -> None:
+    venv.create(tmp_path / "bare", symlinks=True)
+    python = str(tmp_path / "bare" / "bin" / "python")
+    without = subprocess.run([python, "-c", "import paramiko"], check=False, stderr=-3)
+    assert without.returncode == 1
+    with daemon(lab.settings(), python=python) as started:
+        client = started.client.log_in()
+        assert client.call("GET", "/api/status").json["state"] == "off"
+        assert client.call("POST", "/api/wol").status == 200
+        answer = client.call("POST", "/api/unlock", {"passphrase": PASSPHRASE})
+    assert answer.status == 500
+    assert answer.error == (
+        "Failed to unlock: paramiko is missing (No module named 'paramiko');"
+        " on Debian: apt install python3-paramiko. The passphrase was not sent."
+    )
+
+
+def test_the_daemon_never_imports_paramiko(lab: Homelab) -> None:
+    with daemon(lab.settings()) as started:
+        client = started.client.log_in()
+        client.call("POST", "/api/unlock", {"passphrase": PASSPHRASE})
+        maps = Path(f"/proc/{started.process.pid}/maps").read_text()
+    assert "cryptography" not in maps
+    assert "nacl" not in maps
+
+
+def test_the_log_has_a_line_for_every_event_that_matters(
+    lab: Homelab,
+) -> None:
+    with daemon(lab.settings()) as started:
+        client = started.client
+        client.call("POST", "/api/auth", {"pin": "wrong!"})
+        client.log_in()
+        client.call("GET", "/api/status")
+        client.raw(b"GET /\xe4\x1b[31m HTTP/1.1\r\n\r\n")
+        for _ in range(9):
+            client.call("POST", "/api/auth", {"pin": "wrong!"})
+        assert started.stop() == 0
+    assert started.log[1:] == [
+        "ip=127.0.0.1 refused POST /api/auth: 401 Wrong PIN",
+        "ip=127.0.0.1 PIN accepted",
+        r"ip=127.0.0.1 refused GET /\xe4\x1b[31m: 404 There is nothing at this path",
+        *["ip=127.0.0.1 refused POST /api/auth: 401 Wrong PIN"] * 8,
+        started.log[-2],
+        "stopping",
+    ]
+    assert re.fullmatch(
+        r"ip=127\.0\.0\.1 refused POST /api/auth: 429 Too many attempts; .*",
+        started.log[-2],
+    )
+
+
+def test_the_journal_gets_levels(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w+") as file:
+        about = os.fstat(file.fileno())
+        stream = f"{about.st_dev}:{about.st_ino}"
+        for journal, prefix in ((stream, "<3>WAKER_"), ("1:2", "WAKER_")):
+            file.seek(0)
+            file.truncate()
+            subprocess.run(
+                [sys.executable, waker.__file__],
+                env={"JOURNAL_STREAM": journal},
+                stderr=file,
+                check=False,
+            )
+            file.seek(0)
+            lines = file.read().splitlines()
+            assert len(lines) == 3
+            assert all(line.startswith(prefix) for line in lines)
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", "a" * 513, "with newline\n", "tab\t"],
+    ids=["empty", "long", "nl", "tab"],
+)
+def test_unlock_by_hand_refuses_an_impossible_passphrase(
+    tmp_path: Path, given: str
+) -> None:
+    with paramiko_server(tmp_path, Disks({"d": "p"})) as initrd:
+        ended = run_waker("unlock", settings=initrd.machine().settings(), given=given)
+        assert initrd.received() == []
+    assert ended.returncode == 1
+    outcome = waker.Outcome(**json.loads(ended.stdout))
+    assert outcome.message.startswith("a passphrase has 1 to 512 bytes of UTF-8")
+
+
+def test_unlock_by_hand_tells_its_configuration_faults() -> None:
+    ended = run_waker("unlock", settings={"WAKER_INITRD_SSH_PORT": "x"}, given="p")
+    outcome = waker.Outcome(**json.loads(ended.stdout))
+    assert outcome.message.startswith("WAKER_HOMELAB_HOST must be")
+    assert "; WAKER_INITRD_SSH_PORT must be" in outcome.message
+    assert ended.returncode == 1
+
+
+def test_unlock_by_hand_reads_the_env_file(tmp_path: Path) -> None:
+    with paramiko_server(tmp_path, Disks({"d": "p"})) as initrd:
+        settings = initrd.machine().settings() | {"WAKER_PIN": PIN, "WAKER_SSH_KEY": ""}
+        file = tmp_path / "waker.env"
+        file.write_text("".join(f"{n}={v}\n" for n, v in settings.items()))
+        ended = run_waker("--env-file", str(file), "unlock", given="p")
+    assert ended.returncode == 0, ended.stdout
+    assert json.loads(ended.stdout.splitlines()[-1])["outcome"] == "unlocked"
+
+
+@pytest.mark.parametrize("seconds", ["0", "5", "-1", "x", "99999"])
+def test_unlock_by_hand_needs_a_sensible_time(seconds: str) -> None:
+    assert run_waker("unlock", f"--seconds={seconds}").returncode == 2
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_the_passphrase_is_utf8_whatever_the_locale(
+    tmp_path: Path, encoding: str
+) -> None:
+    with paramiko_server(tmp_path, Disks({"d": PASSPHRASE})) as initrd:
+        settings = initrd.machine().settings() | {"PYTHONIOENCODING": encoding}
+        ended = run_waker("unlock", settings=settings, given=PASSPHRASE)
+        assert initrd.received() == [PASSPHRASE.encode()]
+    assert ended.returncode == 0
