@@ -521,6 +521,24 @@ def test_a_server_that_goes_wrong_is_told_in_time(
     assert "asked" not in steps
 
 
+def test_a_server_with_several_host_keys_shows_the_pinned_one(tmp_path: Path) -> None:
+    with paramiko_server(tmp_path, Disks({})) as start:
+        machine = start.machine()
+    pinned = paramiko.RSAKey.generate(2048)  # the type that paramiko likes least
+
+    def serve(connection: socket.socket) -> None:
+        transport = paramiko.Transport(connection)
+        transport.add_server_key(new_key())
+        transport.add_server_key(pinned)
+        transport.start_server(threading.Event(), Moody("refusing"))
+
+    with peer(serve) as port:
+        pin = waker.HostKey.parse(public_line(pinned))
+        both = machine._replace(initrd_port=port, host_keys=(pin,))
+        _, steps = unlock(both)
+    assert steps == ["connected", "verified"]
+
+
 def disconnect(text: bytes) -> bytes:
     """Write an SSH packet that ends a connection with this text, RFC 4253, 11.1."""
     payload = b"\1" + bytes([0, 0, 0, 2]) + len(text).to_bytes(4, "big") + text
