@@ -1682,7 +1682,6 @@ def read_secret(prompt: str) -> str:
 
 def unlock_once(values: Mapping[str, str], folder: Path, seconds: int) -> NoReturn:
     """Do one unlock; print a line of JSON per step, and one for the outcome."""
-    signal.alarm(seconds)  # ends us even where something hangs
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd tells the whole group
 
     def tell(members: Mapping[str, object]) -> None:
@@ -1701,6 +1700,7 @@ def unlock_once(values: Mapping[str, str], folder: Path, seconds: int) -> NoRetu
             reason = "a passphrase has 1 to 512 bytes of UTF-8 and no control character"
             return Outcome.failed(reason, sent=False)
         progress = Progress(lambda step: tell({"step": step}))
+        signal.alarm(seconds)  # ends us even where something hangs
         deadline = time.monotonic() + seconds - MARGIN_SECONDS
         return unlock(machine, passphrase, progress, deadline)
 

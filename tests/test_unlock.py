@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from homelab import (
     new_key,
     public_line,
 )
-from namespaces import hosts
+from namespaces import Namespace, home, hosts, ip
 from paramiko.common import AUTH_SUCCESSFUL, OPEN_SUCCEEDED
 from ssh_servers import (
     SERVERS,
@@ -36,6 +37,8 @@ from ssh_servers import (
 )
 
 import waker
+
+__all__ = ["home"]  # a fixture
 
 Start = Callable[..., Initrd]
 STEPS = ["connected", "verified", "asked", "sent"]
@@ -376,6 +379,26 @@ def test_a_name_that_nobody_knows_is_told(tmp_path: Path) -> None:
             outcome, steps = unlock(machine, command=lonely.command())
     assert outcome.message.startswith("box.lan is unknown: ")
     assert steps == []
+
+
+def test_what_nothing_else_can_end_ends_with_the_alarm(
+    tmp_path: Path, home: tuple[Namespace, Namespace, Namespace]
+) -> None:
+    """A resolver that hangs, asked by an unlock whose daemon is no more."""
+    router, machine, _ = home
+    ip(f"-n {machine.name} link set eth0 down")
+    with paramiko_server(tmp_path, Disks({})) as start:
+        settings = start.machine()._replace(host="box.lan").settings()
+    with router.resolver("192.168.77.20"):
+        child = subprocess.run(
+            [*router.command(), sys.executable, PROGRAM, "unlock", "--seconds", "6"],
+            env=environment(settings),
+            input=b"p",
+            capture_output=True,
+            timeout=9,
+            check=False,
+        )
+    assert (child.returncode, child.stdout) == (-signal.SIGALRM, b"")
 
 
 def test_power_lost_before_it_asks_means_nothing_was_sent(initrd: Start) -> None:
