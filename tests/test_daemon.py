@@ -1,5 +1,6 @@
 """The program as its users run it: start, stop, log, and the unlocking child."""
 
+import contextlib
 import json
 import os
 import re
@@ -31,7 +32,8 @@ def children(pid: int) -> list[int]:
     """List the child processes of a process."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        found += map(int, (task / "children").read_text().split())
+        with contextlib.suppress(FileNotFoundError):  # the thread has ended
+            found += map(int, (task / "children").read_text().split())
     return found
 
 
