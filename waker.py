@@ -849,6 +849,7 @@ class Watcher:
 # that the machine writes is told but a disk's name: it might repeat the passphrase.
 
 CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
+LOST_SECONDS: Final = 10  # without a sign of life from the machine's kernel: it is gone
 HANDSHAKE_SECONDS: Final = 10  # key exchange, and login: slow boxes take one or two
 ASK_SECONDS: Final = 60  # for the first disk to ask; an emulated machine took 30
 NEXT_SECONDS: Final = 15  # for another disk to ask, after one was unlocked
@@ -890,6 +891,14 @@ class Progress:
         self._tell(name)
 
 
+def notice_loss(tcp: socket.socket) -> None:
+    """Have a connection end soon after its peer lost its power or its network."""
+    tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, LOST_SECONDS // 2)
+    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_SECONDS * 1000)
+
+
 def dial(machine: Machine) -> socket.socket:
     """Connect to the initrd's port, and see that SSH is spoken there."""
     where = f"port {machine.initrd_port} of {machine.host}"
@@ -911,6 +920,7 @@ def dial(machine: Machine) -> socket.socket:
                 reason = f"{where} cannot be reached: {error.strerror}"
             else:
                 if ident and b"SSH-".startswith(ident[:4]):
+                    notice_loss(tcp)
                     closing.pop_all()
                     return tcp
                 reason = f"{where} does not speak SSH to us"
