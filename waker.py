@@ -218,20 +218,92 @@ class Dialect(NamedTuple):
     """How one kind of initrd is asked to unlock, and what its words mean.
 
     A match in the output of `command` is an event, named by the group that took part;
-    the group's text is the disk, where the initrd names one.
+    the group's text is the disk, or disks, where the initrd names any.
 
     - asks: it waits on standard input for the passphrase of a disk
     - opened: that disk is unlocked
     - rejected: the passphrase is wrong
     - working: the key derivation takes its time, the verdict is open
     - idle: nothing asks for a passphrase
+    - settled: nothing asks, and all disks are open
     - early: the initrd is not that far yet
+    - foreign: something asks for a secret that is not of a disk
+    - dead: the initrd has given up on a disk
+    - booted: this is the system, no initrd
     """
 
     name: str
     command: str
+    ending: bytes  # of an answer; if it is empty, the end of input takes its place
     events: re.Pattern[str]
+    warning: str = ""  # about the next wrong passphrase
 
+
+# For the shell of an initrd that systemd runs. Each open prompt is a file. A password
+# agent answers all of them, each with a line of its standard input, of which there is
+# no end, because that would count as an empty passphrase. A new prompt for a disk that
+# was answered means that the passphrase was wrong; the states of the disks' units tell
+# the rest. `read` and `printf` are the shell's own, or nothing is done: a passphrase
+# must not be an argument. Source: systemd's PASSWORD_AGENTS; tried with systemd 257.
+SYSTEMD_COMMAND: Final = r"""
+say() { printf 'waker: %s\n' "$*"; exit 1; }
+
+find_prompts() { # sets new: disks that ask; and again: those that were answered
+    new='' again='' marks=''
+    for file in /run/systemd/ask-password/ask.*; do
+        id='' disk=''
+        while IFS='=' read -r name text; do
+            case $name in Id) id=$text ;; Message) disk=${text#*disk } ;; esac
+        done 2>/dev/null <"$file" || continue
+        case $id in cryptsetup:*) disk=${disk%:} ;; *) say foreign ;; esac
+        case $answered in
+            *"<$file>"*) ;;
+            *"<$disk>"*) again="$again, $disk" ;;
+            *) new="$new, $disk" marks="$marks<$file><$disk>" ;;
+        esac
+    done
+}
+
+find_verdict() { # of all disks together
+    case $(systemctl is-active 'systemd-cryptsetup@*.service' cryptsetup.target) in
+        *activating*) verdict=waiting ;;
+        *failed*) verdict=dead ;;
+        *inactive*) verdict=waiting ;;
+        *active*) verdict=opened ;;
+        *) verdict=waiting ;; # it told nothing
+    esac
+}
+
+[ "$(command -v printf)" = printf ] || exit 127
+command -v systemd-tty-ask-password-agent >/dev/null || exit 127
+[ -e /etc/initrd-release ] || say booted
+answered='' names='' count=0
+while find_verdict && find_prompts && [ ! "$new" ]; do
+    [ $verdict = opened ] && say settled
+    if [ $((count += 1)) -gt 20 ]; then
+        [ $verdict = dead ] && say dead
+        say idle
+    fi
+    sleep 0.5
+done
+printf 'waker: asks %s\n' "${new#, }"
+IFS= read -r passphrase || exit 1
+while find_verdict && find_prompts && [ $((count += 1)) -lt 400 ]; do
+    [ "$again" ] && say rejected "${again#, }"
+    if [ "$new" ]; then
+        while printf '%s\n' "$passphrase"; do :; done 2>/dev/null |
+            systemd-tty-ask-password-agent --query >/dev/null 2>&1
+        answered=$answered$marks names=$names$new
+    elif [ $verdict = dead ]; then
+        say dead
+    elif [ $verdict = opened ]; then
+        [ "$names" ] && say opened "${names#, }"
+        say settled # somebody else was faster
+    fi
+    sleep 0.3
+done
+exit 1
+"""
 
 DIALECTS: Final = (
     # Source: cryptroot-unlock of cryptsetup-initramfs 2.6.1 to 2.8.8. Where it has no
@@ -239,13 +311,37 @@ DIALECTS: Final = (
     Dialect(
         name="cryptroot",
         command="cryptroot-unlock",
+        ending=b"",
         events=re.compile(
             r"Please unlock disk (?P<asks>[!-~]{1,64})\n"
             r"|cryptsetup: (?P<opened>[!-~]{1,64}) set up successfully"
-            r"|(?P<rejected>bad password or options|maximum number of tries exceeded)"
-            r"|(?P<working>Timeout reached while waiting for PID)"
-            r"|(?P<idle>Timeout reached while waiting for askpass)"
-            r"|(?P<early>Try again later)"
+            r"|(?P<rejected>)(?:bad password or options|maximum number of tries)"
+            r"|(?P<working>)Timeout reached while waiting for PID"
+            r"|(?P<idle>)Timeout reached while waiting for askpass"
+            r"|(?P<early>)Try again later"
+        ),
+    ),
+    Dialect(
+        name="systemd",
+        command=SYSTEMD_COMMAND,
+        ending=b"\n",
+        events=re.compile(
+            r"waker: (?:asks (?P<asks>[ -~\ufffd]+)|opened (?P<opened>[ -~\ufffd]+)"
+            r"|rejected (?P<rejected>[ -~\ufffd]+)|(?P<settled>)settled|(?P<idle>)idle"
+            r"|(?P<dead>)dead|(?P<foreign>)foreign|(?P<booted>)booted)\n"
+        ),
+        warning=" Beware: the next wrong one may be the last. Unless crypttab has"
+        " tries=0, systemd then gives up on the disk until the machine is restarted.",
+    ),
+    # Source: cryptsetup-askpass of NixOS, luksroot.nix. It asks until the disk is open,
+    # and then for the next one. A login shell's profile tells where its programs are.
+    Dialect(
+        name="nixos",
+        command=". /etc/profile; exec cryptsetup-askpass",
+        ending=b"\n",
+        events=re.compile(
+            r"Passphrase for (?P<asks>[!-~]{1,200}): "
+            r"|(?P<idle>)Passphrase is not requested now"
         ),
     ),
 )
@@ -311,7 +407,7 @@ SETTINGS: Final = (
     Setting("WAKER_HOMELAB_HOST", "an address or name, such as 192.168.1.20"),
     Setting("WAKER_HOMELAB_NAME", "a name for people, of at most 64 characters"),
     Setting("WAKER_HOMELAB_BROADCAST", "an IPv4 address", "255.255.255.255"),
-    Setting("WAKER_INITRD", "a kind of initrd: cryptroot", "cryptroot"),
+    Setting("WAKER_INITRD", "one of cryptroot, systemd and nixos", "cryptroot"),
     Setting("WAKER_INITRD_SSH_PORT", "a port, 1 to 65535: the initrd's", "2222"),
     Setting("WAKER_SYSTEM_SSH_PORT", "a port, 1 to 65535: the system's", "22"),
     Setting("WAKER_SSH_USER", "a user's name", "root"),
@@ -1077,8 +1173,9 @@ class Run:
         try:
             channel = self._open()
             if answer:
-                channel.sendall(answer.data)
-                channel.shutdown_write()
+                channel.sendall(answer.data + self._dialect.ending)
+                if not self._dialect.ending:
+                    channel.shutdown_write()
             event, disk = self._next(channel)
         except PEER_ERRORS:
             event, disk = "refused", ""
@@ -1122,9 +1219,10 @@ def watch_it_go(
 ) -> str:
     """Find out what became of a machine that was lost after a disk was answered.
 
-    Returns up, settled (no disk asks), again (this one asks), another, or lost. A port
-    that was open before is no proof that the system is up.
+    Returns up, settled (no disk asks), dead, again (this one asks), another, or lost. A
+    port that was open before is no proof that the system is up.
     """
+    told = {"done": "settled", "settled": "settled", "dead": "dead", "booted": "up"}
     deadline = min(deadline, time.monotonic() + CONFIRM_SECONDS)
     while time.monotonic() < deadline:
         sight = look(machine)
@@ -1132,8 +1230,8 @@ def watch_it_go(
             event, asking = ask_again(machine, progress, deadline)
             if event == "asks":
                 return "again" if asking == disk else "another"
-            if event == "done":
-                return "settled"
+            if event in told:
+                return told[event]
         if sight.system_ssh_open and not before.system_ssh_open:
             return "up"
         time.sleep(PAUSE_SECONDS)
@@ -1142,11 +1240,18 @@ def watch_it_go(
 
 def why_not_asked(event: str) -> str:
     """Explain what happened in place of a disk asking for its passphrase."""
+    unlocked = "nothing asks for a passphrase: every disk is unlocked already"
     reasons = {
-        "done": "nothing asks for a passphrase: every disk is unlocked already",
+        "done": unlocked,
+        "settled": unlocked,
         "idle": "nothing asks for a passphrase: unlocked already, or not that far yet",
         "early": "the initrd is not that far yet; try again in a few seconds",
-        "missing": "logged in, but there is no unlock command: this is no such initrd",
+        "booted": "nothing asks for a passphrase: the system is up already",
+        "foreign": "something asks for a secret that is not of a disk; see the console",
+        "dead": "the initrd has given up on a disk, after too many wrong passphrases or"
+        " an error; restart the machine",
+        "missing": "logged in, but there is no command to unlock with: this is no such"
+        " initrd",
         "refused": "logged in, but the server refuses to run the unlock command",
         "lost": "the connection was lost before a disk asked for its passphrase",
         "silent": "logged in, but no disk asked for its passphrase in time",
@@ -1154,20 +1259,22 @@ def why_not_asked(event: str) -> str:
     return reasons.get(event, "the unlock command ended without asking; try again")
 
 
-def conclude(event: str, disk: str, opened: Sequence[str]) -> Outcome:
+def conclude(event: str, disk: str, opened: Sequence[str], warning: str) -> Outcome:
     """Tell what became of a disk that was answered, if it did not say it opened."""
     others = f"; it did unlock {', '.join(opened)}" if opened else ""
     lost = f"the connection was lost after disk {disk} was answered"
     if event == "rejected":
-        message = f"Wrong passphrase for disk {disk}{others}."
+        message = f"Wrong passphrase for disk {disk}{others}.{warning}"
         return Outcome("wrong", sent=True, message=message)
     if event == "up":
         message = f"The system is up, though {lost}."
         return Outcome("unlocked", sent=True, message=message)
     if event == "settled":
-        message = f"No disk asks any more, though {lost}."
+        message = f"No disk asks any more, though no verdict on disk {disk} came."
         return Outcome("unlocked", sent=True, message=message)
     reasons = {
+        "dead": "the initrd has given up on a disk, after too many wrong passphrases or"
+        " an error; if the machine does not come up, restart it",
         "again": f"{lost}, and it asks again; try again",
         "another": f"another disk asks now, and no verdict on {disk} came; try again",
         "lost": f"not confirmed: {lost}, and the system was not seen up since; it may"
@@ -1194,16 +1301,22 @@ def converse(
     while event == "asks" and disk not in opened:
         progress.step("asked")
         progress.step("sent")
-        event, _ = run.hear(deadline, passphrase)
-        if event == "working":
+        event, named = run.hear(deadline, passphrase)
+        if event == "asks" and named == disk:
+            event = "rejected"
+        if event in ("working", "idle"):
             event = outwait(transport, machine.dialect, disk, deadline)
         if event == "lost":
             event = watch_it_go(machine, disk, progress, before, deadline)
-        if event != "opened":
-            return conclude(event, disk, opened)
-        opened.append(disk)
-        run = Run(transport, machine.dialect)
-        event, disk = run.hear(min(deadline, time.monotonic() + NEXT_SECONDS))
+        if event == "asks":  # for another disk: so this one is open
+            opened.append(disk)
+        elif event == "opened":
+            opened.append(named or disk)
+            run = Run(transport, machine.dialect)
+            event, named = run.hear(min(deadline, time.monotonic() + NEXT_SECONDS))
+        else:
+            return conclude(event, named or disk, opened, machine.dialect.warning)
+        disk = named
     return Outcome("unlocked", sent=True, message=f"Unlocked: {', '.join(opened)}.")
 
 

@@ -62,14 +62,14 @@ def prepare(folder: Path, disks: Disks) -> tuple[Path, Path, str]:
 
 
 @contextlib.contextmanager
-def process(port: int, script: str) -> Iterator[None]:
+def process(port: int, script: str, *options: str) -> Iterator[subprocess.Popen[str]]:
     """Run a server in a mount namespace until it listens, and end it afterwards."""
     need_root()
-    command = [need("unshare"), "--mount", "sh", "-ec", script]
+    command = [need("unshare"), "--mount", *options, "sh", "-ec", script]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             wait_for_port(port, server)
-            yield
+            yield server
         finally:
             server.kill()
 
@@ -131,22 +131,28 @@ def dropbear(folder: Path, disks: Disks, *, command: bool = True) -> Iterator[In
         yield Initrd(port, host_key, ssh_key, state)
 
 
-@contextlib.contextmanager
-def openssh(folder: Path, disks: Disks, *, command: bool = True) -> Iterator[Initrd]:
-    state, ssh_key, authorized = prepare(folder, disks)
+def prepare_sshd(folder: Path, authorized: str, more: str = "") -> tuple[int, str, str]:
+    """Write OpenSSH's files; returns its port, its host key, and how it is started."""
     port, host_key = free_port(), new_key()
     host_key.write_private_key_file(str(folder / "host_key"))
     (folder / "authorized_keys").write_text(authorized)
     (folder / "sshd_config").write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host_key\n"
         f"AuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\nUsePAM no\n"
-        "PermitRootLogin prohibit-password\nPidFile none\n"
-        f"ForceCommand {emulation(state, present=command)}\n"
+        f"PermitRootLogin prohibit-password\nPidFile none\n{more}\n"
     )
     server = [need("sshd"), "-D", "-e", "-f", str(folder / "sshd_config")]
-    script = f"mount -t tmpfs none /run; mkdir /run/sshd; exec {shlex.join(server)}"
-    with process(port, script):
-        yield Initrd(port, public_line(host_key), ssh_key, state)
+    start = f"mount -t tmpfs none /run; mkdir /run/sshd; exec {shlex.join(server)}"
+    return port, public_line(host_key), start
+
+
+@contextlib.contextmanager
+def openssh(folder: Path, disks: Disks, *, command: bool = True) -> Iterator[Initrd]:
+    state, ssh_key, authorized = prepare(folder, disks)
+    forced = f"ForceCommand {emulation(state, present=command)}"
+    port, host_key, start = prepare_sshd(folder, authorized, forced)
+    with process(port, start):
+        yield Initrd(port, host_key, ssh_key, state)
 
 
 @contextlib.contextmanager

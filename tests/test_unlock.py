@@ -178,7 +178,7 @@ def test_a_command_that_never_asks_gets_nothing_within_the_deadline(
 def test_a_missing_unlock_command_is_told(initrd: Start) -> None:
     machine = initrd(command=False)
     outcome, steps = unlock(machine.machine())
-    assert "there is no unlock command" in outcome.message
+    assert "there is no command to unlock with" in outcome.message
     assert steps == ["connected", "verified"]
 
 
@@ -421,7 +421,7 @@ def test_power_lost_after_sending_is_not_called_unlocked(initrd: Start) -> None:
     ("same_key", "disks", "outcome", "told"),
     [
         (False, {}, "unlocked", "The system is up, though the connection was lost"),
-        (True, {}, "unlocked", "No disk asks any more, though the connection was"),
+        (True, {}, "unlocked", "No disk asks any more, though no verdict on disk"),
         (True, {"cryptroot": "x"}, "failed", "answered, and it asks again; try again"),
         (
             True,

@@ -1,0 +1,379 @@
+"""The dialects systemd and nixos, where a virtual machine is not needed.
+
+OpenSSH is real, and so are systemd's `systemd-ask-password` and its agent, and the
+shells. The scripts in `initrds` do what is left: disks that open and that do not.
+"""
+
+import contextlib
+import shlex
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import PASSPHRASE, need
+from homelab import bind, new_key, public_line
+from ssh_servers import free_port, prepare_sshd, process
+from test_unlock import STEPS, unlock
+
+import waker
+
+SCRIPTS = Path(__file__).with_name("initrds")
+SYSTEMD, NIXOS = (waker.parse_dialect(name) for name in ("systemd", "nixos"))
+SENT = "The passphrase was sent."
+
+
+@dataclass
+class Initrd:
+    """An initrd that runs, and the folder in which it shows what happens."""
+
+    machine: waker.Machine
+    folder: Path
+
+    def tried(self) -> list[str]:
+        """All passphrases that its disks were given, each after the disk's name."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.folder / "tried").read_text().splitlines()
+        return []
+
+
+def script(folder: Path, name: str) -> Path:
+    """Copy a script, with the name of its folder in it."""
+    path = folder / name
+    text = (SCRIPTS / name).read_text()
+    path.write_text(text.replace("FOLDER", shlex.quote(str(folder))))
+    path.chmod(0o755)
+    return path
+
+
+@contextlib.contextmanager
+def sshd(
+    folder: Path,
+    dialect: waker.Dialect,
+    keys: Mapping[str, str],
+    script: str,
+    config: str = "",
+) -> Iterator[Initrd]:
+    """Run a script, in it OpenSSH at SSHD, in namespaces that end when it ends.
+
+    Then the system is up.
+    """
+    our_key = new_key()
+    our_key.write_private_key_file(str(folder / "ssh_key"))
+    for name in ("keys", "opened", "failed"):
+        (folder / name).mkdir()
+    for disk, passphrase in keys.items():
+        (folder / "keys" / Path(disk).name).write_text(passphrase)
+    (folder / "seconds").write_text("0.2")
+    port, host_key, start = prepare_sshd(folder, public_line(our_key), config)
+    system_port = free_port()
+    machine = waker.Machine(
+        host="127.0.0.1",
+        dialect=dialect,
+        initrd_port=port,
+        system_port=system_port,
+        user="root",
+        key=folder / "ssh_key",
+        host_keys=waker.HostKey.parse_all(host_key),
+    )
+    options = ("--pid", "--fork", "--kill-child", "--mount-proc")
+    with process(port, script.replace("SSHD", start), *options) as server:
+
+        def boot() -> None:
+            server.wait()
+            with bind("127.0.0.1", system_port) as system:
+                system.listen()
+                over.wait()
+
+        over = threading.Event()
+        booting = threading.Thread(target=boot)
+        booting.start()
+        try:
+            yield Initrd(machine, folder)
+        finally:
+            over.set()
+    booting.join()
+
+
+@contextlib.contextmanager
+def systemd(
+    folder: Path,
+    keys: Mapping[str, str],
+    *,
+    initrd: bool = True,
+    before: str = "",
+    pause: int = 0,
+    config: str = "",
+) -> Iterator[Initrd]:
+    """Run an initrd of systemd's kind; its disks ask, each a pause after the former."""
+    for program in ("systemd-ask-password", "systemd-tty-ask-password-agent"):
+        need(program)
+    place = shlex.quote(str(folder / "etc"))
+    cryptsetup, quoted = script(folder, "cryptsetup.sh"), shlex.quote(str(folder))
+    lines = [
+        f"mkdir {place}; mount -t tmpfs none {place}; mkdir {place}/upper {place}/work",
+        f"mount -t overlay none /etc -o lowerdir=/etc,upperdir={place}/upper"
+        f",workdir={place}/work",
+        "touch /etc/initrd-release" if initrd else "rm -f /etc/initrd-release",
+        f"mount --bind {script(folder, 'systemctl.sh')} {need('systemctl')}",
+        "SSHD & mkdir -p /run/systemd/ask-password",
+        before,
+        *(
+            f"(sleep {number * pause}; sh {cryptsetup} {quoted} {disk}) &"
+            for number, disk in enumerate(keys)
+        ),
+        "wait",
+    ]
+    with sshd(folder, SYSTEMD, keys, "\n".join(lines), config) as started:
+        yield started
+
+
+def test_systemd_gets_one_line_and_unlocks(tmp_path: Path) -> None:
+    with systemd(tmp_path, {"root": PASSPHRASE}) as initrd:
+        outcome, steps = unlock(initrd.machine)
+        assert outcome == waker.Outcome("unlocked", True, "Unlocked: root.")
+        assert initrd.tried() == [f"root {PASSPHRASE}"]
+        assert steps == STEPS
+
+
+def test_systemd_tells_a_wrong_passphrase_and_warns(tmp_path: Path) -> None:
+    with systemd(tmp_path, {"root": PASSPHRASE}) as initrd:
+        outcome, steps = unlock(initrd.machine, "wrong")
+        assert outcome.outcome == "wrong"
+        assert outcome.message.startswith("Wrong passphrase for disk root. Beware: ")
+        assert "the next wrong one may be the last" in outcome.message
+        assert steps == STEPS
+        outcome, _ = unlock(initrd.machine)
+        assert outcome.message == "Unlocked: root."
+        assert initrd.tried() == ["root wrong", f"root {PASSPHRASE}"]
+
+
+def test_systemd_is_never_given_an_empty_passphrase(tmp_path: Path) -> None:
+    with systemd(tmp_path, {"root": PASSPHRASE, "home": "another"}) as initrd:
+        for _ in range(2):
+            unlock(initrd.machine, "wrong")
+        time.sleep(1)  # in which an end of input would have been told
+        assert set(initrd.tried()) == {"home wrong", "root wrong"}
+
+
+@pytest.mark.parametrize(
+    "passphrase", [" ", "a\\tb\\0", "é" * 256, "a" * 512, "-n '$(id)`"]
+)
+def test_systemd_gets_odd_passphrases_exactly(tmp_path: Path, passphrase: str) -> None:
+    with systemd(tmp_path, {"root": passphrase}) as initrd:
+        outcome, _ = unlock(initrd.machine, passphrase)
+        assert outcome.outcome == "unlocked"
+        assert initrd.tried() == [f"root {passphrase}"]
+
+
+def test_systemd_unlocks_several_disks_with_one_passphrase(tmp_path: Path) -> None:
+    with systemd(tmp_path, dict.fromkeys(("home", "root"), PASSPHRASE)) as initrd:
+        outcome, steps = unlock(initrd.machine)
+        assert outcome.message in ("Unlocked: home, root.", "Unlocked: root, home.")
+        assert sorted(initrd.tried()) == [f"home {PASSPHRASE}", f"root {PASSPHRASE}"]
+        assert steps == STEPS
+
+
+def test_systemd_answers_a_disk_that_asks_later(tmp_path: Path) -> None:
+    keys = dict.fromkeys(("root", "home"), PASSPHRASE)
+    with systemd(tmp_path, keys, pause=2) as initrd:
+        (tmp_path / "seconds").write_text("3")
+        outcome, steps = unlock(initrd.machine)
+        assert outcome == waker.Outcome("unlocked", True, "Unlocked: root, home.")
+        assert steps == STEPS
+
+
+def test_systemd_names_the_disk_that_wants_another_passphrase(tmp_path: Path) -> None:
+    with systemd(tmp_path, {"home": "another", "root": PASSPHRASE}) as initrd:
+        outcome, _ = unlock(initrd.machine)
+        assert outcome.outcome == "wrong"
+        assert outcome.message.startswith("Wrong passphrase for disk home. ")
+        outcome, _ = unlock(initrd.machine, "another")
+        assert outcome == waker.Outcome("unlocked", True, "Unlocked: home.")
+
+
+def test_systemd_that_gives_up_is_told_and_gets_nothing_more(tmp_path: Path) -> None:
+    with systemd(tmp_path, {"root": PASSPHRASE}) as initrd:
+        for _ in range(2):
+            assert unlock(initrd.machine, "wrong")[0].outcome == "wrong"
+        outcome, _ = unlock(initrd.machine, "wrong")
+        assert outcome.outcome == "failed"
+        assert "the initrd has given up on a disk" in outcome.message
+        assert outcome.sent
+        outcome, steps = unlock(initrd.machine)
+        assert "the initrd has given up on a disk" in outcome.message
+        assert steps == ["connected", "verified"]
+
+
+def test_systemd_that_gave_up_on_one_disk_and_opened_another_claims_neither(
+    tmp_path: Path,
+) -> None:
+    with systemd(tmp_path, {"home": "another", "root": PASSPHRASE}) as initrd:
+        for _ in range(2):
+            assert unlock(initrd.machine, "wrong")[0].outcome == "wrong"
+        outcome, _ = unlock(initrd.machine)
+        assert "the initrd has given up on a disk" in outcome.message
+        assert "root" not in outcome.message
+
+
+def test_names_of_disks_may_be_long(tmp_path: Path) -> None:
+    names = [letter * 240 for letter in "ab"]
+    with systemd(tmp_path, dict.fromkeys(names, PASSPHRASE)) as initrd:
+        assert unlock(initrd.machine, "wrong")[0].outcome == "wrong"
+        assert unlock(initrd.machine)[0].outcome == "unlocked"
+
+
+def test_systemd_whose_disks_are_open_gets_nothing(tmp_path: Path) -> None:
+    with systemd(tmp_path, {}) as initrd:
+        outcome, steps = unlock(initrd.machine)
+        assert outcome.message.startswith(
+            "nothing asks for a passphrase: every disk is"
+        )
+        assert steps == ["connected", "verified"]
+
+
+def test_systemd_that_is_not_that_far_yet_is_waited_for(tmp_path: Path) -> None:
+    with systemd(tmp_path, {"root": PASSPHRASE}, before="sleep 3") as initrd:
+        outcome, _ = unlock(initrd.machine)
+        assert outcome.message == "Unlocked: root."
+
+
+def test_the_booted_system_is_not_taken_for_an_initrd(tmp_path: Path) -> None:
+    with systemd(tmp_path, {"root": PASSPHRASE}, initrd=False) as initrd:
+        outcome, _ = unlock(initrd.machine)
+        assert "the system is up already" in outcome.message
+        assert initrd.tried() == []
+
+
+def test_a_passphrase_goes_to_no_prompt_that_is_not_of_a_disk(tmp_path: Path) -> None:
+    pin = "systemd-ask-password --no-tty --timeout=0 --id=tpm2-pin PIN:"
+    before = f"{pin} >{shlex.quote(str(tmp_path / 'pin'))} &"
+    with systemd(tmp_path, {"root": PASSPHRASE}, before=before) as initrd:
+        outcome, _ = unlock(initrd.machine)
+        assert "something asks for a secret that is not of a disk" in outcome.message
+        assert not outcome.sent
+        assert initrd.tried() == []
+    assert (tmp_path / "pin").read_text() == ""
+
+
+def test_an_initrd_that_makes_way_for_the_system_has_not_given_up(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "over").touch()
+    with systemd(tmp_path, {"root": PASSPHRASE}) as initrd:
+        outcome, _ = unlock(initrd.machine, seconds=10)
+        assert outcome.message == f"no verdict on disk root came. {SENT}"
+
+
+def test_a_systemd_that_tells_nothing_has_unlocked_nothing(tmp_path: Path) -> None:
+    (tmp_path / "silent").touch()
+    with systemd(tmp_path, {"root": PASSPHRASE}) as initrd:
+        outcome, _ = unlock(initrd.machine, seconds=10)
+        assert outcome.message == f"no verdict on disk root came. {SENT}"
+
+
+def test_a_systemd_without_an_agent_is_told(tmp_path: Path) -> None:
+    nowhere = "SetEnv PATH=/nonexistent"
+    with systemd(tmp_path, {"root": PASSPHRASE}, config=nowhere) as initrd:
+        outcome, _ = unlock(initrd.machine)
+        assert "there is no command to unlock with" in outcome.message
+
+
+@contextlib.contextmanager
+def nixos(
+    folder: Path, keys: Mapping[str, str], *, shell: str = "ash", then: str = ""
+) -> Iterator[Initrd]:
+    """Run an initrd of NixOS's scripted kind, under busybox; `shell` is root's."""
+    programs = folder / "bin"
+    programs.mkdir()
+    for name in ("ash", "cat", "echo", "rm", "seq", "sh", "sleep"):
+        (programs / name).symlink_to(need("busybox"))
+    script(folder, "cryptsetup-askpass").rename(programs / "cryptsetup-askpass")
+    users = f"root:x:0:0::/:{programs}/{shell}\nsshd:x:100:65534::/:/bin/false\n"
+    (folder / "passwd").write_text(users)
+    (folder / "profile").write_text(f"export PATH={programs}\n")
+    stage_1 = [
+        str(programs / "ash"),
+        str(script(folder, "nixos_stage_1.sh")),
+        str(folder),
+    ]
+    lines = [
+        f"mount --bind {folder}/passwd /etc/passwd",
+        f"mount --bind {folder}/profile /etc/profile",
+        "SSHD &",
+        f"PATH={programs}",
+        f"{shlex.join(stage_1 + list(keys))} </dev/null",
+        then,
+    ]
+    with sshd(folder, NIXOS, keys, "\n".join(lines)) as started:
+        yield started
+
+
+@pytest.mark.parametrize("shell", ["ash", "cryptsetup-askpass"])
+def test_nixos_gets_one_line_and_boots(tmp_path: Path, shell: str) -> None:
+    with nixos(tmp_path, {"/dev/sda": PASSPHRASE}, shell=shell) as initrd:
+        outcome, steps = unlock(initrd.machine)
+        assert outcome.outcome == "unlocked"
+        assert outcome.message == (
+            "The system is up, though the connection was lost after disk /dev/sda was"
+            " answered."
+        )
+        assert initrd.tried() == [f"/dev/sda {PASSPHRASE}"]
+        assert steps == STEPS
+
+
+def test_nixos_tells_a_wrong_passphrase(tmp_path: Path) -> None:
+    with nixos(tmp_path, {"/dev/sda": PASSPHRASE}) as initrd:
+        for _ in range(2):
+            outcome, _ = unlock(initrd.machine, "wrong")
+            message = "Wrong passphrase for disk /dev/sda."
+            assert outcome == waker.Outcome("wrong", True, message)
+        assert unlock(initrd.machine)[0].outcome == "unlocked"
+        tried = ["wrong", "wrong", PASSPHRASE]
+        assert initrd.tried() == [f"/dev/sda {given}" for given in tried]
+
+
+@pytest.mark.parametrize(
+    "passphrase", [" ", "a\\tb\\0", "é" * 256, "a" * 512, "'$(id)`"]
+)
+def test_nixos_gets_odd_passphrases_exactly(tmp_path: Path, passphrase: str) -> None:
+    with nixos(tmp_path, {"/dev/sda": passphrase}) as initrd:
+        assert unlock(initrd.machine, passphrase)[0].outcome == "unlocked"
+        assert initrd.tried() == [f"/dev/sda {passphrase}"]
+
+
+def test_nixos_reuses_a_passphrase_for_the_next_disk(tmp_path: Path) -> None:
+    keys = dict.fromkeys(("/dev/sda", "/dev/sdb"), PASSPHRASE)
+    with nixos(tmp_path, keys) as initrd:
+        outcome, steps = unlock(initrd.machine)
+        assert outcome.outcome == "unlocked"
+        assert initrd.tried() == [f"{disk} {PASSPHRASE}" for disk in keys]
+        assert steps == STEPS
+
+
+def test_nixos_names_the_disk_that_wants_another_passphrase(tmp_path: Path) -> None:
+    with nixos(tmp_path, {"/dev/sda": PASSPHRASE, "/dev/sdb": "another"}) as initrd:
+        outcome, steps = unlock(initrd.machine)
+        message = "Wrong passphrase for disk /dev/sdb; it did unlock /dev/sda."
+        assert outcome == waker.Outcome("wrong", True, message)
+        assert steps == [*STEPS, "asked", "sent"]
+        assert unlock(initrd.machine, "another")[0].outcome == "unlocked"
+
+
+def test_a_slow_key_derivation_of_nixos_is_waited_for(tmp_path: Path) -> None:
+    with nixos(tmp_path, {"/dev/sda": PASSPHRASE}) as initrd:
+        (tmp_path / "seconds").write_text("13")  # askpass waits for 10
+        outcome, _ = unlock(initrd.machine, "wrong", seconds=60)
+        assert outcome.message == "Wrong passphrase for disk /dev/sda."
+        outcome, _ = unlock(initrd.machine, seconds=60)
+        assert outcome.outcome == "unlocked"
+        assert len(initrd.tried()) == 2
+
+
+def test_nixos_that_does_not_ask_gets_nothing(tmp_path: Path) -> None:
+    with nixos(tmp_path, {}, then="exec sleep 60") as initrd:
+        outcome, steps = unlock(initrd.machine)
+        assert outcome.message.startswith("nothing asks for a passphrase: unlocked")
+        assert steps == ["connected", "verified"]
