@@ -18,16 +18,20 @@ run: $(VENV)/done ## the daemon, with the settings of the environment or ENV_FIL
 test: $(VENV)/done ## all tests; those that lack a program or root are skipped
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+test-vm: $(VENV)/done ## real machines with encrypted disks, in QEMU; wants root
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --numprocesses 3 --maxschedchunk 1 tests/vm
+
 test-paramiko: $(VENV)/done ## the unlock tests alone, with PARAMIKO=2.12.0 for example
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_unlock.py
 
 lint: $(VENV)/done ## ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy waker.py tests/*.py
+	$(BIN)/mypy waker.py tests/*.py tests/vm/*.py
 
 clean: ## remove what the other targets made
-	rm -rf .venv* .mypy_cache .pytest_cache .ruff_cache __pycache__ tests/__pycache__
+	rm -rf .venv* .vm .mypy_cache .pytest_cache .ruff_cache __pycache__ tests/__pycache__ \
+		tests/vm/__pycache__
 
 # With PARAMIKO=VERSION, an environment of its own has that version.
 $(VENV)/done: tests/requirements.txt
@@ -36,4 +40,4 @@ $(VENV)/done: tests/requirements.txt
 	$(if $(PARAMIKO),$(BIN)/pip install --quiet paramiko==$(PARAMIKO))
 	touch $@
 
-.PHONY: help demo run test test-paramiko lint clean
+.PHONY: help demo run test test-vm test-paramiko lint clean
