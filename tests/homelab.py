@@ -44,11 +44,19 @@ def public_line(key: paramiko.PKey) -> str:
     return f"{key.get_name()} {key.get_base64()}"
 
 
-def bind(address: str, port: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
-    """Take a port; 0 is any free one. A TCP port refuses connections so far."""
-    taken = socket.socket(socket.AF_INET, kind)
+def bind(address: str, port: int) -> socket.socket:
+    """Take a TCP port; 0 is any free one. It refuses connections so far."""
+    taken = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     taken.bind((address, port))
+    return taken
+
+
+def bind_udp(address: str, port: int) -> socket.socket:
+    """Take a UDP port for oneself alone: SO_REUSEADDR would let others share it."""
+    taken = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    taken.bind((address, port))
+    taken.settimeout(0.05)
     return taken
 
 
@@ -187,7 +195,7 @@ class Homelab:
         self._initrd_key, self._system_key = new_key(), new_key()
         self.host_key = public_line(self._initrd_key)
         self.packets: list[bytes] = []
-        self._udp = bind(address, packet_port, socket.SOCK_DGRAM)
+        self._udp = bind_udp(address, packet_port)
         self.packet_port = int(self._udp.getsockname()[1])
         holes = [Blackhole(address) for _ in range(1 if shared_port else 2)]
         self.initrd_port, self.system_port = holes[0].port, holes[-1].port
@@ -222,8 +230,9 @@ class Homelab:
         wanted = b"\xff" * 6 + bytes.fromhex(self.mac.replace(":", "")) * 16
         packet = b""
         while packet != wanted and not self._stop.is_set():
-            packet = self._udp.recv(2048)
-            self.packets.append(packet)
+            with contextlib.suppress(TimeoutError):
+                packet = self._udp.recv(2048)
+                self.packets.append(packet)
 
     def _live(self, holes: list[Blackhole]) -> None:
         """Sleep, boot, wait for the passphrase, boot on, be up; each once."""
@@ -257,8 +266,6 @@ class Homelab:
     def close(self) -> None:
         """Take the machine away."""
         self._stop.set()
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-            udp.sendto(b"", (self.address, self.packet_port))
         self._thread.join()
         self._udp.close()
 

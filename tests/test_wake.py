@@ -4,7 +4,7 @@ import socket
 
 import pytest
 from conftest import Client, daemon, need_root
-from homelab import Homelab, bind
+from homelab import Homelab, bind_udp
 from namespaces import Namespace, home
 
 import waker
@@ -42,7 +42,7 @@ def test_it_goes_to_udp_port_9_of_the_configured_address_three_times() -> None:
         "WAKER_HOMELAB_HOST": "127.0.0.1",
         "WAKER_HOMELAB_BROADCAST": address,
     }
-    with bind(address, 9, socket.SOCK_DGRAM) as card, daemon(settings) as started:
+    with bind_udp(address, 9) as card, daemon(settings) as started:
         card.settimeout(5)
         answer = started.client.log_in().call("POST", "/api/wol")
         assert answer.status == 200, answer.body
