@@ -19,7 +19,7 @@ test: $(VENV)/done ## all tests; those that lack a program or root are skipped
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-vm: $(VENV)/done ## real machines with encrypted disks, in QEMU; wants root
-	$(BIN)/python -m pytest $(PYTEST_ARGS) --numprocesses 3 --maxschedchunk 1 tests/vm
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --numprocesses 2 --maxschedchunk 1 tests/vm
 
 test-paramiko: $(VENV)/done ## the unlock tests alone, with PARAMIKO=2.12.0 for example
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_unlock.py
