@@ -48,8 +48,20 @@ def wait_for(condition: Callable[[], T]) -> T:
 
 
 def wait_for_child(pid: int) -> int:
-    """Wait until a process has a child; returns its pid."""
-    return wait_for(lambda: children(pid))[0]
+    """Wait until a process has a child that unlocks; returns its pid.
+
+    Until it has begun to, the child is a copy of its parent, which waits for it: whoever
+    stops it then, stops both.
+    """
+
+    def unlocking() -> list[int]:
+        return [
+            child
+            for child in children(pid)
+            if b"\0unlock\0" in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
+
+    return wait_for(unlocking)[0]
 
 
 def unlock_in_background(client: Client) -> tuple[threading.Thread, list[object]]:
