@@ -37,6 +37,7 @@ import math
 import os
 import re
 import resource
+import select
 import selectors
 import signal
 import socket
@@ -1402,22 +1403,35 @@ ERROR: Final = 3  # syslog's levels, for journald
 WARNING: Final = 4
 NOTICE: Final = 5
 
+LINE: Final = 1000  # characters; a pipe with any room at all takes that without a wait
+
 
 class Log:
-    """Writes whole lines of printable ASCII, whatever a client sent."""
+    """Writes whole lines of printable ASCII, whatever a client sent; never waits."""
 
     def __init__(self, descriptor: int | None, *, journald: bool = False) -> None:
         self._descriptor = descriptor
         self._journald = journald
+        self._lock = threading.Lock()
+        self._lost = 0  # lines for which there was no room
 
     def event(self, text: str, client: str = "", level: int = NOTICE) -> None:
-        """Write one line, the client's address first."""
+        """Write one line, the client's address first; or else count it as lost."""
+        if self._descriptor is None:
+            return
         line = f"ip={client} {text}" if client else text
-        line = re.sub("[^ -~]", lambda odd: ascii(odd[0])[1:-1], line)
-        line = f"<{level}>{line}" if self._journald else line
-        if self._descriptor is not None:
-            with contextlib.suppress(OSError):  # a broken log must not stop the rest
-                os.write(self._descriptor, line.encode() + b"\n")
+        line = re.sub("[^ -~]", lambda odd: ascii(odd[0])[1:-1], line[:LINE])[:LINE]
+        with self._lock:
+            lines = [f"{self._lost} lines are lost"] * (self._lost > 0) + [line]
+            prefix = f"<{level}>" if self._journald else ""
+            data = "".join(f"{prefix}{line}\n" for line in lines).encode()
+            room = select.poll()
+            room.register(self._descriptor, select.POLLOUT)
+            try:
+                written = room.poll(0) and os.write(self._descriptor, data)
+            except OSError:  # a broken log must not stop the rest
+                written = 0
+            self._lost = 0 if written else self._lost + 1
 
 
 # ---- Handlers ------------------------------------------------------------------------
