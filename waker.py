@@ -26,15 +26,19 @@ The laws of this file:
 import argparse
 import base64
 import contextlib
+import email.utils
+import errno
 import fcntl
 import functools
 import hashlib
 import hmac
 import http.server
 import ipaddress
+import itertools
 import json
 import math
 import os
+import queue
 import re
 import resource
 import select
@@ -42,6 +46,7 @@ import selectors
 import signal
 import socket
 import socketserver
+import ssl
 import struct
 import subprocess
 import sys
@@ -59,6 +64,7 @@ if TYPE_CHECKING:  # the daemon never imports it: that would cost 20 MB for year
 __version__ = "0.1.0"
 
 T = TypeVar("T")
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 # ---- Values --------------------------------------------------------------------------
 # Checked once, when they are made; a parser raises ValueError. No secret is in a repr.
@@ -383,6 +389,8 @@ class Config(NamedTuple):
     broadcast: str
     name: str
     listen: Listen
+    tls: tuple[Path, Path] | None  # certificate and private key
+    proxies: tuple[Network, ...]  # whose X-Forwarded-For is believed
     machine: Machine
     packet_port: int = 9  # UDP; fixed by the interface
     unlock_seconds: int = UNLOCK_SECONDS
@@ -415,6 +423,11 @@ SETTINGS: Final = (
     Setting("WAKER_SSH_KEY", "our private key's path, from FILE's folder", "ssh_key"),
     Setting("WAKER_SSH_HOST_KEY", "the initrd's host key, such as ssh-ed25519 AAAA…"),
     Setting("WAKER_LISTEN", "address and port, such as 127.0.0.1:8080", "[::]:8080"),
+    Setting("WAKER_TLS_CERT", "a certificate's path; WAKER_TLS_KEY goes with it"),
+    Setting("WAKER_TLS_KEY", "its private key's path; WAKER_TLS_CERT goes with it"),
+    Setting(
+        "WAKER_TRUSTED_PROXY", "addresses or networks, such as 127.0.0.1,10.0.0.0/8"
+    ),
 )
 
 
@@ -495,6 +508,11 @@ def parse_port(text: str) -> int:
     return int(text)
 
 
+def parse_networks(text: str) -> tuple[Network, ...]:
+    """Read addresses and networks, separated by commas; none where there is no text."""
+    return tuple(map(ipaddress.ip_network, text.split(","))) if text else ()
+
+
 def parse_dialect(text: str) -> Dialect:
     """Find the row of DIALECTS."""
     names = [dialect.name for dialect in DIALECTS]
@@ -540,6 +558,12 @@ def read_machine(reader: Reader, folder: Path, credentials: str = "") -> Machine
 def read_config(reader: Reader, folder: Path, credentials: str = "") -> Config:
     """Read everything. Raises: ConfigError with all faults at once."""
     machine = read_machine(reader, folder, credentials)
+    tls = [
+        reader.take(name, lambda text: folder / text if text else None)
+        for name in ("WAKER_TLS_CERT", "WAKER_TLS_KEY")
+    ]
+    if tls.count(None) == 1:
+        reader.faults.append("WAKER_TLS_CERT and WAKER_TLS_KEY must both be set")
     config = Config(
         pin=reader.take("WAKER_PIN", Pin.parse),
         mac=reader.take("WAKER_HOMELAB_MAC", Mac.parse),
@@ -549,6 +573,8 @@ def read_config(reader: Reader, folder: Path, credentials: str = "") -> Config:
         name=reader.take("WAKER_HOMELAB_NAME", matching("[^\x00-\x1f\x7f-\x9f]{0,64}"))
         or machine.host,
         listen=reader.take("WAKER_LISTEN", Listen.parse),
+        tls=(tls[0], tls[1]) if tls[0] and tls[1] else None,
+        proxies=reader.take("WAKER_TRUSTED_PROXY", parse_networks),
         machine=machine,
     )
     reader.finish()
@@ -558,6 +584,10 @@ def read_config(reader: Reader, folder: Path, credentials: str = "") -> Config:
 # ---- Answers -------------------------------------------------------------------------
 # A handler takes a Request and returns a Response or raises a Fault. `refusal` makes
 # the Response of a Fault; nothing else in this file makes an error.
+
+BODY: Final = 16384  # bytes: a PIN or a passphrase, with much room
+BRACKETS: Final = 600  # in a body: a passphrase has up to 512; where 16,000 are nested,
+# json overflows the stack of a thread (Python 3.13: 512 KiB are too few; musl: 128 KiB)
 
 
 class Request(NamedTuple):
@@ -569,7 +599,7 @@ class Request(NamedTuple):
     now: float  # monotonic seconds
     content_type: str = ""
     token: str = ""
-    body: bytes = b""
+    body: bytes | None = b""  # None: longer than BODY, and not read
 
     def __repr__(self) -> str:
         return f"Request({self.method} {self.path} of {self.client})"
@@ -610,8 +640,8 @@ def refusal(fault: Fault) -> Response:
 def text_member(request: Request, name: str) -> str:
     """Take one text out of a JSON body.
 
-    Raises: Fault 415 for another content type; 400 for anything but an object with that
-    member, a string that is not empty.
+    Raises: Fault 415 for another content type; 413 for a body that is too long; 400 for
+    anything but an object with that member, a string that is not empty.
     """
 
     def unique(members: list[tuple[str, object]]) -> dict[str, object]:
@@ -625,7 +655,11 @@ def text_member(request: Request, name: str) -> str:
     kind = request.content_type.partition(";")[0].strip(" \t").lower()
     if kind != "application/json":
         raise Fault(415, "Content-Type must be application/json")
+    if request.body is None:
+        raise Fault(413, f"The body must have at most {BODY} bytes")
     try:
+        if request.body.count(b"[") + request.body.count(b"{") > BRACKETS:
+            raise ValueError
         body = json.loads(
             request.body.decode(), object_pairs_hook=unique, parse_constant=refuse
         )
@@ -699,8 +733,9 @@ class Window:
 
 def counted_as(client: str) -> str:
     """Tell as whom an address counts: IPv4 whole, IPv6 by its /64."""
-    address = ipaddress.ip_address(client)
-    return client if address.version == 4 else f"{int(address) >> 64:x}::/64"
+    if "." in client:
+        return client
+    return f"{int(ipaddress.IPv6Address(client)) >> 64:x}::/64"
 
 
 class Gate:
@@ -1576,39 +1611,160 @@ def describe_bug(error: BaseException) -> str:
     return f"bug: {type(error).__name__} in {where}"
 
 
-def respond(app: App, request: Request) -> Response:
-    """Answer, whatever happens; what was refused, and why, is logged."""
-    try:
-        return dispatch(app, request)
-    except Fault as fault:
-        text = f"refused {request.method} {request.path}: {fault.status} {fault}"
-        app.log.event(text, request.client, WARNING)
-        return refusal(fault)
-    except Exception as error:  # noqa: BLE001 - a bug must not take the daemon down
-        app.log.event(describe_bug(error), request.client, ERROR)
-        return refusal(Fault(500, "Internal error; the log tells where"))
+def refuse(app: App, fault: Fault, what: str, client: str) -> Response:
+    """Log what is refused and why, and make the answer."""
+    app.log.event(f"refused {what}: {fault.status} {fault}", client, WARNING)
+    return refusal(fault)
 
 
-# ---- HTTP ----------------------------------------------------------------------------
-# One request per connection: read whole, answered in one write, hung up.
+# ---- HTTP: what is said --------------------------------------------------------------
+# One request per connection. What is not plainly right is refused: a request that can
+# be read in two ways can be smuggled past a proxy. Every expression takes time that is
+# linear in its input. Sources: RFC 9110 and 9112.
 
 REQUEST_LINE: Final = 8192  # bytes
-BODY: Final = 16384  # bytes: a PIN or a passphrase, with much room
-CLIENT_SECONDS: Final = 10  # for a client to send something, or to take it
-DRAIN_SECONDS: Final = 2  # for a client to read an error while it still sends
+HEAD: Final = 16384  # bytes: the request line and the header fields
+FIELDS: Final = 100
+
+TOKEN: Final = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
+START: Final = re.compile(rb"(%b+) ([!-~]+) HTTP/([0-9])\.[0-9]" % TOKEN)
+FIELD: Final = re.compile(rb"(%b+):([\t -~\x80-\xff]*)" % TOKEN)
+BROKEN: Final = re.compile(rb"(?<!\r)\n|\r[^\n]")  # an end of line that is none
+AUTHORITY: Final = r"(?:[\w.~-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?"
+TARGET: Final = re.compile(
+    rf"(?ai)(https?://{AUTHORITY})?"
+    r"(/(?:[\w.~!$&'()*+,;=:@/-]|%[0-9A-F]{2})*)?"
+    r"(?:\?(?:[\w.~!$&'()*+,;=:@/?-]|%[0-9A-F]{2})*)?"
+)
+ONCE: Final = ("authorization", "content-length", "content-type", "host")
 
 
-def plain_address(peer: str) -> str:
-    """Write an address; an IPv4 one without IPv6's clothes."""
-    address = ipaddress.ip_address(peer)
+class Head(NamedTuple):
+    """A request without its body."""
+
+    method: str
+    path: str
+    fields: Mapping[str, str]  # by lower-case name
+    length: int  # of the body, in bytes
+
+
+def parse_fields(lines: Sequence[bytes]) -> dict[str, str]:
+    """Read the header fields. Raises: Fault 400, 431."""
+    if len(lines) > FIELDS:
+        raise Fault(431, f"There must be at most {FIELDS} header fields")
+    fields: dict[str, str] = {}
+    for line in lines:
+        found = FIELD.fullmatch(line)
+        if not found:
+            raise Fault(400, "A header field must be NAME: VALUE, on one line")
+        name, value = found[1].decode().lower(), found[2].decode("latin-1").strip(" \t")
+        if name in fields and name in ONCE:
+            raise Fault(400, "A header field is there twice, and must not be")
+        fields[name] = f"{fields[name]}, {value}" if name in fields else value
+    return fields
+
+
+def parse_head(head: bytes) -> Head:
+    """Read a head, without the empty line. Raises: Fault 400, 414, 431, 505."""
+    line, *lines = head.split(b"\r\n")
+    if len(line) > REQUEST_LINE and b" " in line[:32]:
+        raise Fault(414, f"The request line must have at most {REQUEST_LINE} bytes")
+    start = START.fullmatch(line)
+    if not start:
+        raise Fault(400, "The request line must be METHOD TARGET HTTP/1.1")
+    if start[3] != b"1":
+        raise Fault(505, "The version must be HTTP/1.1")
+    if len(head) > HEAD:
+        raise Fault(431, f"The head must have at most {HEAD} bytes")
+    target = TARGET.fullmatch(start[2].decode())
+    if not target or not (target[1] or target[2]):
+        raise Fault(400, "The target must be a path or an http URL")
+    fields = parse_fields(lines)
+    host = fields.get("host", "none" if line.endswith(b"1.0") else "")
+    if not re.fullmatch(AUTHORITY, host, re.ASCII):
+        raise Fault(400, "Host must be a name or an address, and maybe a port")
+    if "transfer-encoding" in fields:
+        raise Fault(400, "Transfer-Encoding is refused; send Content-Length")
+    length = fields.get("content-length", "0")
+    if not re.fullmatch("0|[1-9][0-9]{0,17}", length):
+        raise Fault(400, "Content-Length must be one decimal number")
+    return Head(start[1].decode(), target[2] or "/", fields, int(length))
+
+
+def request_size(data: bytes, seen: int) -> int:
+    """Tell how many bytes make a request whole; 0 while that is open.
+
+    Its first `seen` bytes were here before, and are not gone through again. One that
+    is past hope is whole as it is, so that it can be refused at once.
+    """
+    end = data.find(b"\r\n\r\n", max(seen - 3, 0))
+    if end >= 0:
+        try:
+            length = parse_head(data[:end]).length
+        except Fault:
+            length = 0
+        return end + 4 + (length if length <= BODY else 0)
+    newline = data.find(b"\n", seen)
+    past_hope = (
+        len(data) > HEAD
+        or not re.match(TOKEN, data)
+        or BROKEN.search(data, max(seen - 1, 0))
+        or (
+            newline > 0 > data.find(b"\n", 0, seen)
+            and not START.fullmatch(data, 0, newline - 1)
+        )
+    )
+    return len(data) if past_hope else 0
+
+
+def plain_address(text: str) -> str:
+    """Write an address; an IPv4 one without IPv6's clothes. Raises: ValueError."""
+    address = ipaddress.ip_address(text)
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
-def serialize(response: Response, date: str, *, head_only: bool) -> bytes:
-    """Write a response as HTTP/1.1 has it. Source: RFC 9112."""
+def within(client: str, networks: Sequence[Network]) -> bool:
+    """Tell whether an address is in one of the networks."""
+    return any(ipaddress.ip_address(client) in network for network in networks)
+
+
+def find_client(peer: str, forwarded: str, proxies: Sequence[Network]) -> str:
+    """Tell who asks: the last one who is no proxy that we trust.
+
+    `forwarded` is X-Forwarded-For; each proxy adds to its right end whom it saw.
+    """
+    client, hops = peer, forwarded.split(",")
+    with contextlib.suppress(ValueError):  # it is no address: we know no more
+        while hops and within(client, proxies):
+            client = plain_address(hops.pop().strip(" \t").replace("%", "no scope"))
+    return client
+
+
+def parse_request(
+    data: bytes, peer: str, proxies: Sequence[Network], now: float
+) -> Request:
+    """Read a request that is whole. Raises: Fault."""
+    start, end, rest = data.partition(b"\r\n\r\n")
+    head = parse_head(start)
+    if not end or len(rest) < head.length <= BODY:
+        raise Fault(400, "The request ended before it was complete")
+    scheme, _, token = head.fields.get("authorization", "").partition(" ")
+    return Request(
+        method=head.method,
+        path=head.path,
+        client=find_client(peer, head.fields.get("x-forwarded-for", ""), proxies),
+        now=now,
+        content_type=head.fields.get("content-type", ""),
+        token=token.strip(" ") if scheme.lower() == "bearer" else "",
+        body=rest[: head.length] if head.length <= BODY else None,
+    )
+
+
+def serialize(response: Response, *, head_only: bool = False) -> bytes:
+    """Write a response as HTTP/1.1 has it."""
     status = HTTPStatus(response.status)
     fields = (
-        ("Date", date),
+        ("Date", email.utils.formatdate(usegmt=True)),
         ("Server", "waker"),
         ("Connection", "close"),
         ("Cache-Control", "no-store"),
@@ -1623,105 +1779,112 @@ def serialize(response: Response, date: str, *, head_only: bool) -> bytes:
 
 
 class Shell(http.server.BaseHTTPRequestHandler):
-    """Stands between one connection and `respond`."""
-
-    timeout = CLIENT_SECONDS
-    protocol_version = "HTTP/1.1"
+    """The handler of http.server, for a request that has come whole; it makes bytes."""
 
     def __init__(
         self,
         app: App,
-        connection: socket.socket,
+        request: tuple[bytes, socket.socket],
         peer: tuple[str, int],
         server: socketserver.BaseServer,
     ) -> None:
         self._app = app
-        self.command = ""  # until the request line was read
-        super().__init__(connection, peer, server)
+        self.answer = b""
+        super().__init__(request, peer, server)
+
+    def setup(self) -> None:
+        """Leave the socket alone: it is the server's."""
 
     def handle(self) -> None:
-        """Answer one request, or tell what is wrong with it."""
-        client = plain_address(self.client_address[0])
-        with contextlib.suppress(OSError):  # the client has gone: nobody to tell
-            try:
-                self._write(respond(self._app, self._read(client)))
-            except Fault as fault:
-                text = f"refused a request: {fault.status} {fault}"
-                self._app.log.event(text, client, WARNING)
-                self._write(refusal(fault))
-                self._drain()
-
-    def _read(self, client: str) -> Request:
-        """Read one request, whole. Raises: Fault for a bad one, OSError for none."""
+        """Answer the request, or tell what is wrong with it."""
+        data, _ = self.request
+        app, what, client = self._app, "a request", self.client_address[0]
+        now = time.monotonic()  # when it is complete: nobody can make it older
         try:
-            self.raw_requestline = self.rfile.readline(REQUEST_LINE + 1)
-            if not self.raw_requestline:
-                raise ConnectionAbortedError
-            if len(self.raw_requestline) > REQUEST_LINE:
-                raise Fault(414, "The request line is too long")
-            if not self.parse_request():
-                raise Fault(400, "The request line is empty")
-            body = self._read_body()
-        except TimeoutError:
-            raise Fault(408, "The request did not come in time") from None
-        scheme, _, token = self.headers.get("Authorization", "").partition(" ")
-        return Request(
-            method=self.command,
-            path=self.path.partition("?")[0],
-            client=client,
-            now=time.monotonic(),  # when it is complete: nobody can make it older
-            content_type=self.headers.get("Content-Type", ""),
-            token=token.strip(" ") if scheme.lower() == "bearer" else "",
-            body=body,
-        )
+            request = parse_request(data, client, app.config.proxies, now)
+            what, client = f"{request.method} {request.path}", request.client
+            response = dispatch(app, request)
+        except Fault as fault:
+            response = refuse(app, fault, what, client)
+        except Exception as error:  # noqa: BLE001 - no bug may take the daemon down
+            app.log.event(describe_bug(error), client, ERROR)
+            response = refusal(Fault(500, "Internal error; the log tells where"))
+        self.answer = serialize(response, head_only=data.startswith(b"HEAD "))
 
-    def _read_body(self) -> bytes:
-        """Read as much as Content-Length says, where that can be trusted."""
-        if "Transfer-Encoding" in self.headers:
-            raise Fault(501, "Transfer-Encoding is not supported")
-        lengths = self.headers.get_all("Content-Length", ["0"])
-        if len(lengths) > 1 or not re.fullmatch("0|[1-9][0-9]{0,17}", lengths[0]):
-            raise Fault(400, "Content-Length must be one decimal number")
-        length = int(lengths[0])
-        if length > BODY:
-            raise Fault(413, f"The body must have at most {BODY} bytes")
-        body = self.rfile.read(length)
-        if len(body) < length:
-            raise Fault(400, "The body is shorter than its Content-Length")
-        return body
-
-    def _write(self, response: Response) -> None:
-        date, head_only = self.date_time_string(), self.command == "HEAD"
-        self.wfile.write(serialize(response, date, head_only=head_only))
-
-    def _drain(self) -> None:
-        """Let the client read the error: to close on unread bytes would destroy it."""
-        self.connection.shutdown(socket.SHUT_WR)
-        self.connection.settimeout(DRAIN_SECONDS)
-        for _ in range(64):  # 1 MiB
-            if not self.connection.recv(BODY):
-                break
-
-    def send_error(
-        self, code: int, message: str | None = None, explain: str | None = None
-    ) -> None:
-        """Make a Fault of what the base class refuses, without the client's words."""
-        raise Fault(code, HTTPStatus(code).phrase)
+    def finish(self) -> None:
+        """Leave the rest to the server, too."""
 
 
-class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
-    """Accepts connections, and has a thread for each."""
+# ---- HTTP: the connections -----------------------------------------------------------
+# One loop has them all. It gathers what comes until a request is whole, and sends what
+# a client takes of the answer; it waits for nobody, so a slow client costs a descriptor
+# and its bytes. Between, a whole request has one of a few workers. Where there are too
+# many clients, the one that has waited longest has to go.
 
-    request_queue_size = 128  # connections that wait; the usual 5 drops honest ones
-    timeout = 1  # for one that was announced, and was gone when we came to accept it
+CLIENT_SECONDS: Final = 10  # for a whole request to come; again, to take the answer
+CONNECTIONS: Final = 900  # at a time, or three in four of what the system allows us
+PER_CLIENT: Final = 24  # connections, if it is no proxy that we trust
+HELD: Final = 1 << 20  # bytes of all connections together
+DRAIN: Final = 1 << 20  # bytes that a client may send after its request
+WORKERS: Final = 8  # a few wait for the machine or a PIN's digest, others are quick
+QUEUE: Final = 64  # whole requests, with those at work: more would wait too long
+AT_ONCE: Final = 32  # new clients, or late ones, before others have their turn
+EXHAUSTED_SECONDS: Final = 0.05  # to wait when the system has no descriptor left
 
-    def __init__(self, app: App) -> None:
+NOT_YET: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def crowded() -> Fault:
+    """Tell a client that there are too many."""
+    return Fault(503, "Too many connections; try again", ("Retry-After", "1"))
+
+
+class Connection:
+    """One client, from its arrival to its end."""
+
+    __slots__ = ("buffer", "counted", "drained", "ends", "peer", "size", "step", "tcp")
+
+    def __init__(self, tcp: socket.socket, peer: str, counted: str) -> None:
+        self.tcp = tcp
+        self.peer = peer  # its address
+        self.counted = counted  # the name by which its connections are counted
+        self.ends = 0.0  # monotonic seconds
+        self.step: Callable[[Connection], None]  # to take when the socket is ready
+        self.buffer = b""  # what has come of the request; then what is left to send
+        self.size = 0  # bytes of the whole request, once that is known
+        self.drained = 0  # bytes that came after it
+
+
+class Server(http.server.HTTPServer):
+    """Listens, and serves everybody at once."""
+
+    request_queue_size = 4096  # connections that wait; the usual 5 drops honest ones
+
+    def __init__(self, app: App, tls: ssl.SSLContext | None = None) -> None:
         self._app = app
+        self._tls = tls
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._limit = min(CONNECTIONS, soft * 3 // 4)
+        self._waiting: dict[Connection, None] = {}  # the longest-waiting first
+        self._held = 0  # bytes in their buffers
+        self._busy: set[Connection] = set()
+        self._whole: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
+        self._answered: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        self._bell, self._clapper = socket.socketpair()  # workers ring: one is answered
+        self._clapper.settimeout(0)
+        self._stops = 0  # how often we were told to
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._bell, selectors.EVENT_READ, self._take_answers)
         host, port = app.config.listen
         if host == "::" and not self._kernel_has_ipv6():
             host = "0.0.0.0"  # noqa: S104 - every address is what the user wants
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), functools.partial(Shell, app))
+        self.socket.settimeout(0)
+        self._selector.register(self.socket, selectors.EVENT_READ, self._accept)
+        for _ in range(WORKERS):
+            threading.Thread(target=self._work, daemon=True).start()
 
     @staticmethod
     def _kernel_has_ipv6() -> bool:
@@ -1737,22 +1900,203 @@ class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         socketserver.TCPServer.server_bind(self)
 
+    def _work(self) -> None:
+        """Answer whole requests: what the workers do, and all that they do."""
+        while connection := self._whole.get():
+            request = (connection.buffer[: connection.size], connection.tcp)
+            shell = Shell(self._app, request, (connection.peer, 0), self)
+            connection.buffer = shell.answer
+            self._answered.put(connection)
+            with contextlib.suppress(OSError):  # it was rung enough, or nobody hears it
+                self._clapper.send(b"!")
+
+    def _wait(
+        self, connection: Connection, events: int, step: Callable[[Connection], None]
+    ) -> None:
+        """Have a connection wait for its client; if that is ready, take the step."""
+        connection.ends = time.monotonic() + CLIENT_SECONDS
+        connection.step = step
+        self._waiting[connection] = None
+        self._held += len(connection.buffer)
+        go_on = functools.partial(self._go_on, connection)
+        self._selector.register(connection.tcp, events, go_on)
+        go_on()
+
+    def _leave(self, connection: Connection) -> None:
+        """Have it wait no more."""
+        self._selector.unregister(connection.tcp)
+        del self._waiting[connection]
+        self._held -= len(connection.buffer)
+
+    def _drop(self, connection: Connection) -> None:
+        """Hang up."""
+        if connection in self._waiting:
+            self._leave(connection)
+            connection.tcp.close()
+
+    def _turn_away(self, connection: Connection, fault: Fault) -> None:
+        """Hang up on a client that waits; if it was not answered, tell why."""
+        if connection.step == self._gather:
+            response = refuse(self._app, fault, "a request", connection.peer)
+            with contextlib.suppress(OSError):  # it takes that now or never
+                connection.tcp.send(serialize(response))
+        self._drop(connection)
+
+    def _go_on(self, connection: Connection) -> None:
+        """Take a connection's next step, if its client lets us."""
+        try:
+            connection.step(connection)
+        except NOT_YET:
+            pass
+        except OSError:  # it has gone, or does not speak TLS
+            self._drop(connection)
+        except Fault as fault:
+            self._turn_away(connection, fault)
+        while self._held > HELD:
+            self._turn_away(next(iter(self._waiting)), crowded())
+
+    def _make_room(self, counted: str) -> bool:
+        """Turn one away where one more is too many; False if nobody waits."""
+        everybody = [*self._waiting, *self._busy]
+        crowd = [other for other in everybody if counted and other.counted == counted]
+        if len(crowd) < PER_CLIENT:
+            crowd = everybody
+            if len(crowd) < self._limit:
+                return True
+        if crowd[0] not in self._waiting:
+            return False
+        self._turn_away(crowd[0], crowded())
+        return True
+
+    def _accept(self) -> None:
+        """Let new clients in."""
+        for _ in range(AT_ONCE):
+            try:
+                tcp, address = self.get_request()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno not in EXHAUSTED:
+                    continue
+                for longest in list(self._waiting)[:1]:
+                    self._turn_away(longest, crowded())
+                time.sleep(EXHAUSTED_SECONDS)  # or this would be tried without a pause
+                return
+            peer = str(address[0])
+            if "." in peer:  # an IPv4 one, in IPv6's clothes where we listen for both
+                peer = peer.rpartition(":")[2]
+            with contextlib.suppress(OSError):  # it has gone already
+                self._begin(tcp, peer)
+
+    def _begin(self, tcp: socket.socket, peer: str) -> None:
+        """Begin with a client. Raises: OSError."""
+        tcp.settimeout(0)
+        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls:  # its handshake will be part of the first step
+            tcp = self._tls.wrap_socket(
+                tcp, server_side=True, do_handshake_on_connect=False
+            )
+        counted = "" if within(peer, self._app.config.proxies) else counted_as(peer)
+        if self._make_room(counted):
+            connection = Connection(tcp, peer, counted)
+            self._wait(connection, selectors.EVENT_READ, self._gather)
+        else:
+            with tcp:
+                tcp.send(serialize(refuse(self._app, crowded(), "a request", peer)))
+
+    def _gather(self, connection: Connection) -> None:
+        """Read what there is of a request; when it is whole, a worker gets it."""
+        chunk = connection.tcp.recv(HEAD)
+        seen, size = len(connection.buffer), connection.size
+        connection.buffer += chunk
+        self._held += len(chunk)
+        connection.size = size or request_size(connection.buffer, seen)
+        if not connection.buffer:  # it came and went
+            self._drop(connection)
+        elif not chunk or 0 < connection.size <= len(connection.buffer):
+            if len(self._busy) >= QUEUE:
+                raise crowded()
+            connection.size = connection.size or seen
+            self._leave(connection)
+            self._busy.add(connection)
+            self._whole.put(connection)
+        elif connection.size > size and b"100-continue" in connection.buffer.lower():
+            connection.tcp.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _take_answers(self) -> None:
+        """Take back what the workers have done."""
+        self._bell.recv(CONNECTIONS)
+        while not self._answered.empty():
+            connection = self._answered.get()
+            self._busy.remove(connection)
+            self._wait(connection, selectors.EVENT_WRITE, self._send)
+
+    def _send(self, connection: Connection) -> None:
+        """Send as much as the client takes of its answer; then, that it was all."""
+        sent = connection.tcp.send(connection.buffer)
+        connection.buffer = connection.buffer[sent:]
+        self._held -= sent
+        if not connection.buffer:
+            if isinstance(connection.tcp, ssl.SSLSocket):
+                with contextlib.suppress(OSError):  # we do not wait for its farewell
+                    connection.tcp.unwrap()
+            connection.tcp.shutdown(socket.SHUT_WR)
+            self._leave(connection)
+            self._wait(connection, selectors.EVENT_READ, self._drain)
+
+    def _drain(self, connection: Connection) -> None:
+        """Wait for the client to hang up: if we did, it might not get its answer."""
+        chunk = connection.tcp.recv(HEAD)
+        connection.drained += len(chunk)
+        if not chunk or connection.drained > DRAIN:
+            self._drop(connection)
+
+    def _give_up(self, connection: Connection) -> None:
+        """Hang up on a client whose time is over; one that never spoke gets no word."""
+        if connection.buffer:
+            text = f"The request did not come within {CLIENT_SECONDS} s"
+            self._turn_away(connection, Fault(408, text))
+        self._drop(connection)
+
+    def _stop(self, stop: socket.socket) -> None:
+        """Listen no more, and let all go who are not being answered."""
+        self._stops += len(stop.recv(16))
+        if self.socket.fileno() >= 0:
+            self._app.log.event("stopping")
+            self._selector.unregister(self.socket)
+            self.socket.close()
+            for connection in list(self._waiting):
+                self._drop(connection)
+
     def run(self, stop: socket.socket) -> None:
-        """Accept connections until there is something to read from `stop`.
+        """Serve until a byte comes from `stop`; then wait for the workers, or another.
 
-        The selector waits for ever: an idle daemon does not wake up.
+        An idle server does not wake up at all.
         """
-        with selectors.DefaultSelector() as selector:
-            selector.register(self, selectors.EVENT_READ)
-            selector.register(stop, selectors.EVENT_READ)
-            while all(key.fileobj is not stop for key, _ in selector.select()):
-                self.handle_request()
+        go_on = functools.partial(self._stop, stop)
+        self._selector.register(stop, selectors.EVENT_READ, go_on)
+        while not self._stops or (self._busy and self._stops < 2):
+            first = next(iter(self._waiting), None)
+            patience = max(first.ends - time.monotonic(), 0) if first else None
+            for key, _ in self._selector.select(patience):
+                try:
+                    key.data()
+                except Exception as error:  # noqa: BLE001 - nor must one of ours
+                    self._app.log.event(describe_bug(error), level=ERROR)
+            for connection in list(itertools.islice(self._waiting, AT_ONCE)):
+                if connection.ends <= time.monotonic():
+                    self._give_up(connection)
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Note a bug in the shell; other connections go on."""
-        error = sys.exc_info()[1]
-        if error:
-            self._app.log.event(describe_bug(error), level=ERROR)
+    def server_close(self) -> None:
+        """Let go of everything."""
+        super().server_close()
+        for connection in list(self._waiting):
+            self._drop(connection)
+        for _ in range(WORKERS):
+            self._whole.put(None)
+        self._selector.close()
+        self._bell.close()
+        self._clapper.close()
 
 
 # ---- Commands ------------------------------------------------------------------------
@@ -1781,17 +2125,43 @@ def make_app(config: Config, environment: Mapping[str, str], log: Log) -> App:
     )
 
 
-def serve(app: App) -> int:
-    """Run until SIGTERM or ^C; requests that are being answered then still are."""
+def make_tls(config: Config) -> ssl.SSLContext | None:
+    """Load the certificate, if there is one. Raises: ConfigError."""
+    if not config.tls:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    cert, key = config.tls
     try:
-        server = Server(app)
+        for path in config.tls:  # the next line would not tell which one
+            path.open("rb").close()
+        context.load_cert_chain(cert, key, password=b"")  # or it would ask for one
+    except OSError as error:  # SSLError is one
+        fault = f"WAKER_TLS_CERT, WAKER_TLS_KEY: {error.filename}: {error.strerror}"
+        if isinstance(error, ssl.SSLError):
+            fault = (
+                f"WAKER_TLS_CERT {cert} and WAKER_TLS_KEY {key} must be a certificate"
+                " and its private key, in PEM, the key without a passphrase"
+            )
+        raise ConfigError([fault]) from None
+    return context
+
+
+def serve(app: App) -> int:
+    """Run until SIGTERM or ^C; requests that are being answered then still are.
+
+    Raises: ConfigError.
+    """
+    tls = make_tls(app.config)
+    try:
+        server = Server(app, tls)
     except OSError as error:
         text = f"WAKER_LISTEN {app.config.listen}: {error.strerror}"
         app.log.event(text, level=ERROR)
         return 1
     stop, wake = socket.socketpair()
     wake.settimeout(0)  # as set_wakeup_fd wants it
-    with server, stop, wake:  # the server's end waits for its threads
+    with server, stop, wake:
         # Through this socket a signal can't be missed, whichever thread it hits.
         signal.set_wakeup_fd(wake.fileno())
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -1799,9 +2169,7 @@ def serve(app: App) -> int:
         host, port = server.server_address[:2]
         app.log.event(f"waker {__version__} listens on {Listen(str(host), int(port))}")
         server.run(stop)
-        app.log.event("stopping")
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second ^C does not wait
     return 0
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from cryptroot_unlock import Disks
 from homelab import Homelab
@@ -28,6 +29,15 @@ PASSPHRASE = 'correct "horse" \\ stäple'
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skip", action="store_true", help="a skipped test has failed")
     parser.addoption("--cycles", type=int, default=2, help="boots in a row, tests/vm")
+    parser.addoption("--examples", type=int, default=200, help="of each property")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    examples = config.getoption("--examples")
+    hypothesis.settings.register_profile(
+        "waker", max_examples=examples, deadline=None, database=None
+    )
+    hypothesis.settings.load_profile("waker")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -122,11 +132,12 @@ class Client:
 
 
 @contextlib.contextmanager
-def running(config: waker.Config) -> Iterator[Client]:
+def running(config: waker.Config, app: waker.App | None = None) -> Iterator[Client]:
     """Run the daemon in this process, on a free port."""
     config = config._replace(listen=waker.Listen("127.0.0.1", 0))
     stop, signal = socket.socketpair()
-    app = waker.make_app(config, os.environ, waker.Log(None))
+    app = app or waker.make_app(config, os.environ, waker.Log(None))
+    app = app._replace(config=config)
     with waker.Server(app) as server, stop, signal:
         thread = threading.Thread(target=server.run, args=(stop,))
         thread.start()

@@ -50,8 +50,8 @@ def wait_for(condition: Callable[[], T]) -> T:
 def wait_for_child(pid: int) -> int:
     """Wait until a process has a child that unlocks; returns its pid.
 
-    Until it has begun to, the child is a copy of its parent, which waits for it: whoever
-    stops it then, stops both.
+    Until it has begun to, the child is a copy of its parent, which waits for it:
+    whoever stops it then, stops both.
     """
 
     def unlocking() -> list[int]:
@@ -224,7 +224,7 @@ def test_an_unlock_leaves_no_process_thread_or_descriptor(tmp_path: Path) -> Non
             def threads_and_descriptors() -> list[int]:
                 return [len(list((proc / kind).iterdir())) for kind in ("task", "fd")]
 
-            wait_for(lambda: threads_and_descriptors()[0] == 1)
+            wait_for(lambda: threads_and_descriptors()[0] == 1 + waker.WORKERS)
             idle = threads_and_descriptors()
             for _ in range(3):
                 client.call("POST", "/api/unlock", {"passphrase": "wrong"})
@@ -269,13 +269,16 @@ def test_the_log_has_a_line_for_every_event_that_matters(
         client.log_in()
         client.call("GET", "/api/status")
         client.raw(b"GET /\xe4\x1b[31m HTTP/1.1\r\n\r\n")
+        client.raw(b"GET /a%1b'b HTTP/1.1\r\nHost: x\r\n\r\n")
         for _ in range(9):
             client.call("POST", "/api/auth", {"pin": "wrong!"})
         assert started.stop() == 0
     assert started.log[1:] == [
         "ip=127.0.0.1 refused POST /api/auth: 401 Wrong PIN",
         "ip=127.0.0.1 PIN accepted",
-        r"ip=127.0.0.1 refused GET /\xe4\x1b[31m: 404 There is nothing at this path",
+        "ip=127.0.0.1 refused a request: 400"
+        " The request line must be METHOD TARGET HTTP/1.1",
+        "ip=127.0.0.1 refused GET /a%1b'b: 404 There is nothing at this path",
         *["ip=127.0.0.1 refused POST /api/auth: 401 Wrong PIN"] * 8,
         started.log[-2],
         "stopping",

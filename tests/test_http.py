@@ -1,0 +1,684 @@
+"""HTTP from hostile clients: one JSON error each, and everybody else is served."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import resource
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+from certificate import Certificate, new_certificate
+from conftest import (
+    PASSPHRASE,
+    PIN,
+    PROGRAM,
+    Client,
+    Daemon,
+    daemon,
+    environment,
+    need,
+    need_root,
+    run_waker,
+    running,
+)
+from ssh_servers import free_port
+from test_daemon import MAC, wait_for
+
+import waker
+
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /api/auth HTTP/1.1\r\nHost: x\r\n"
+JSON = b"Content-Type: application/json\r\n"
+SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
+MACHINE = MAC | {"WAKER_HOMELAB_HOST": "127.0.0.1"}
+
+# What is wrong, and the status that tells so.
+HOSTILE: list[tuple[bytes, int]] = [
+    # The request line.
+    (b"nonsense\r\n\r\n", 400),
+    (b"\r\n\r\n", 400),
+    (b"\r\n" + GET + b"\r\n", 400),
+    (b" " + GET + b"\r\n", 400),
+    (b"GET /\r\n", 400),
+    (b"GET / HTTP/1.1\n", 400),
+    (b"GET\t/ HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"GET  / HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"GET / HTTP/1.1 \r\nHost: x\r\n\r\n", 400),
+    (b"GET / HTTP/1.1 x\r\nHost: x\r\n\r\n", 400),
+    (b"GET / http/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"GET / HTTP/x\r\nHost: x\r\n\r\n", 400),
+    (b"GET / HTTP/1\r\nHost: x\r\n\r\n", 400),
+    (b"GET / HTTP/01.1\r\nHost: x\r\n\r\n", 400),
+    (b"GET / HTTP/1.10\r\nHost: x\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\rHost: x\r\n\r\n", 400),
+    (b"G\x00T / HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"G(T / HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"GET / HTTP/0.9\r\nHost: x\r\n\r\n", 505),
+    (b"GET / HTTP/9.9\r\nHost: x\r\n\r\n", 505),
+    (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+    (b"\x00" * 50, 400),
+    (b"SSH-2.0-OpenSSH_9.2\r\n", 400),
+    # The target.
+    (b"GET x HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"GET * HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"GET ?x HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"CONNECT x:443 HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"GET /#x HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"GET /\\x HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b'GET /"x HTTP/1.1\r\nHost: x\r\n\r\n', 400),
+    (b"GET /% HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"GET /%zz HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"GET /\xc3\xa4 HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"GET /\x7f HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"GET ftp://x/ HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"GET http:///x HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"GET http://u@x/ HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"GET //x HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+    (b"GET /../ HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+    (b"GET /%2e%2e/ HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+    (b"GET /%00 HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+    (b"GET /api%2fstatus HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+    (b"GET /api/status; HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+    # Header fields.
+    (GET + b"X : y\r\n\r\n", 400),
+    (GET + b" X: y\r\n\r\n", 400),
+    (GET + b"X: y\r\n folded\r\n\r\n", 400),
+    (GET + b"X\r\n\r\n", 400),
+    (GET + b": y\r\n\r\n", 400),
+    (GET + b"X\x00: y\r\n\r\n", 400),
+    (GET + b"X: \x00\r\n\r\n", 400),
+    (GET + b"X: \x0b\r\n\r\n", 400),
+    (GET + b"X: \x7f\r\n\r\n", 400),
+    (GET + b"X: a\rAuthorization: b\r\n\r\n", 400),
+    (GET + b"X: a\nAuthorization: b\r\n\r\n", 400),
+    (GET + b"X: y\n\n", 400),
+    (GET + b"X: y\r\n\n", 400),
+    (GET + b"\r\r\n", 400),
+    (GET + b"\xe4: y\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\n X: y\r\nHost: x\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\nHost:\r\n\r\n", 400),
+    (b"GET / HTTP/1.0\r\nHost:\r\n\r\n", 400),
+    (GET + b"Host: x\r\n\r\n", 400),
+    (GET + b"Host: y\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\nHost: x, y\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\nHost: u@x\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\nHost: x/y\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\nHost: x y\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\nHost: x:\xb2\r\n\r\n", 400),
+    (GET + b"Authorization: a\r\nAuthorization: b\r\n\r\n", 400),
+    (GET + b"Content-Type: a\r\ncontent-type: b\r\n\r\n", 400),
+    # How long the body is.
+    *(
+        (POST + b"Content-Length:" + length + b"\r\n\r\n12345", 400)
+        for length in (
+            *(b" +5", b" -5", b" 0x5", b" 1_0", b" 5,5", b" 5, 5", b" 05", b" 5.0"),
+            *(b"", b" five", b" 5 5", b" \xb2", b" \xef\xbc\x95", b" \xa05", b" 5\x0b"),
+            *(b" 9999999999999999999", b" 1e1", b" '5'"),
+        )
+    ),
+    (POST + b"Content-Length: 5\r\nContent-Length: 5\r\n\r\n12345", 400),
+    (POST + b"Content-Length: 5\r\nContent-Length: 0\r\n\r\n12345", 400),
+    (POST + b"Content-Length : 5\r\n\r\n12345", 400),
+    (POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+    (POST + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n", 400),
+    *(
+        (POST + b"Transfer-Encoding:" + coding + b"\r\n\r\n0\r\n\r\n" + SMUGGLED, 400)
+        for coding in (
+            *(b" chunked", b"", b" Chunked", b"\tchunked", b" chunked ", b"chunked"),
+            *(b" identity", b" gzip, chunked", b" xchunked", b" \xa0chunked"),
+            *(b" chunked\r\nTransfer-Encoding: x", b" \x0bchunked", b' "chunked"'),
+        )
+    ),
+    (POST + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n", 400),
+    (POST + b"Transfer-Encoding\r\n: chunked\r\n\r\n0\r\n\r\n", 400),
+    (POST + b"X: y\r\n\tTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+    # Too much.
+    (b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414),
+    (b"GET /" + b"x" * 100_000, 414),
+    (b"x" * 100_000, 400),
+    (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 100_000, 431),
+    (GET + b"X: " + b"y" * 16384 + b"\r\n\r\n", 431),
+    (GET + b"X: y\r\n" * 100 + b"\r\n", 431),
+    (GET + b"a:\r\n" * 3000 + b"\r\n", 431),
+    (POST + JSON + b"Content-Length: 16385\r\n\r\n" + b"x" * 16385, 413),
+    (POST + JSON + b"Content-Length: 999999999999\r\n\r\n", 413),
+]
+
+
+def exchange(client: Client, *parts: bytes, end: bool = False) -> bytes:
+    """Send parts, each in a packet of its own; returns all that comes back."""
+    with socket.create_connection((client.host, client.port), timeout=20) as tcp:
+        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(ConnectionError):  # it may be refused half-way
+            for part in parts:
+                tcp.sendall(part)
+            if end:
+                tcp.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: tcp.recv(65536), b""))
+
+
+def status_of(received: bytes) -> int:
+    """Read the status of what must be one whole response, and no more."""
+    head, _, body = received.partition(b"\r\n\r\n")
+    start, *lines = head.decode().split("\r\n")
+    fields = dict(line.split(": ", 1) for line in lines)
+    assert len(fields) == len(lines)
+    assert fields["Content-Length"] == str(len(body))
+    assert fields["Connection"] == "close"
+    found = re.fullmatch(r"HTTP/1\.1 ([0-9]{3}) [A-Z][A-Za-z -]+", start)
+    assert found
+    if int(found[1]) >= 400:
+        assert fields["Content-Type"] == "application/json"
+        assert json.loads(body).keys() == {"error"}
+    return int(found[1])
+
+
+@pytest.fixture(scope="module")
+def besieged() -> Iterator[Client]:
+    """A client of a daemon whose log must stay clean."""
+    with daemon(MACHINE) as started:
+        yield started.client
+        started.stop()
+        text = "\n".join(started.log)
+        assert re.fullmatch(r"[ -~\n]+", text)
+        assert "Traceback" not in text
+        assert "bug" not in text
+
+
+@pytest.mark.parametrize(("request_bytes", "status"), HOSTILE)
+def test_what_is_no_good_request_gets_one_json_error(
+    besieged: Client, request_bytes: bytes, status: int
+) -> None:
+    assert status_of(exchange(besieged, request_bytes)) == status
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"), [row for row in HOSTILE if len(row[0]) < 200]
+)
+def test_it_gets_the_same_one_however_it_is_cut(
+    besieged: Client, request_bytes: bytes, status: int
+) -> None:
+    bites = [request_bytes[at : at + 1] for at in range(len(request_bytes))]
+    assert status_of(exchange(besieged, *bites)) == status
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        GET + b"\r\n",
+        GET + b"X:\r\nY:\t z \t\r\nX: \xe4\r\n\r\n",
+        GET + b"Content-Length: 0\r\n\r\n",
+        GET + b"Content-Length:5 \r\n\r\n12345",
+        GET + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n",
+        GET + b"X: y\r\n" * 99 + b"\r\n",
+        GET + b"X: " + b"y" * 16000 + b"\r\n\r\n",
+        b"GET /?" + b"x" * 8000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n",
+        b"GET http://example.com HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET HTTPS://[::1]:8080/?a=/b?c HTTP/1.1\r\nHost: [::1]:8080\r\n\r\n",
+        GET + b"\r\n" + SMUGGLED,
+        GET + b"Content-Length: 5\r\n\r\n12345" + SMUGGLED,
+    ],
+)
+def test_what_is_unusual_and_right_is_answered_once(
+    besieged: Client, request_bytes: bytes
+) -> None:
+    assert status_of(exchange(besieged, request_bytes)) == 200
+    assert status_of(exchange(besieged, request_bytes, end=True)) == 200
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"G",
+        b"GET / HTTP/1.1",
+        GET,
+        GET + b"X: y",
+        POST + b"Content-Length: 9\r\n\r\n",
+        POST + b"Content-Length: 9\r\n\r\n{",
+    ],
+)
+def test_what_ends_early_is_a_bad_request(
+    besieged: Client, request_bytes: bytes
+) -> None:
+    assert status_of(exchange(besieged, request_bytes, end=True)) == 400
+
+
+def test_who_leaves_without_a_word_gets_none(besieged: Client) -> None:
+    assert exchange(besieged, end=True) == b""
+
+
+def test_a_body_is_asked_for_where_the_client_waits_for_that(api: Client) -> None:
+    body = json.dumps({"pin": PIN}).encode()
+    head = POST + JSON + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n"
+    with socket.create_connection((api.host, api.port), timeout=20) as tcp:
+        tcp.sendall(head % len(body))
+        assert tcp.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        tcp.sendall(body)
+        assert tcp.recv(9999).startswith(b"HTTP/1.1 200 OK\r\n")
+    assert status_of(exchange(api, head % 99999)) == 413  # and no "Continue"
+
+
+def test_a_body_that_is_too_long_is_judged_after_route_and_token(
+    api: Client,
+) -> None:
+    long = b"Content-Length: 16385\r\n\r\n" + b"x" * 16385
+    for method, path, status in (
+        (b"POST", b"/nothing", 404),
+        (b"PUT", b"/api/unlock", 405),
+        (b"POST", b"/api/unlock", 401),
+    ):
+        head = b"%b %b HTTP/1.1\r\nHost: x\r\n" % (method, path)
+        assert status_of(exchange(api, head + JSON + long)) == status
+    assert status_of(exchange(api, POST + JSON + long)) == 413
+    assert len(api.attempts()) == 1
+
+
+def test_an_error_reaches_a_client_that_is_still_sending(api: Client) -> None:
+    head = POST + JSON + b"Content-Length: 999999\r\n\r\n"
+    with socket.create_connection((api.host, api.port), timeout=20) as tcp:
+        tcp.sendall(head)
+        for _ in range(60):
+            tcp.sendall(b"x" * 16384)
+        received = b"".join(iter(lambda: tcp.recv(65536), b""))
+    assert status_of(received) == 413
+
+
+def knock(client: Client, address: str, data: bytes) -> socket.socket:
+    """Connect from an address of loopback, and send something."""
+    tcp = socket.create_connection((client.host, client.port), 20, (address, 0))
+    tcp.sendall(data)
+    return tcp
+
+
+def is_open(tcp: socket.socket) -> bool:
+    """Tell whether nothing came, not even an end."""
+    tcp.setblocking(False)
+    try:
+        tcp.recv(1)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def descriptors_and_threads(started: Daemon) -> list[int]:
+    proc = Path(f"/proc/{started.process.pid}")
+    return [len(list((proc / kind).iterdir())) for kind in ("fd", "task")]
+
+
+def busy(started: Daemon, seconds: float) -> float:
+    """Measure how much of the time a daemon uses the processor."""
+    stat, ticks = Path(f"/proc/{started.process.pid}/stat"), []
+    for pause in (seconds, 0):
+        fields = stat.read_text().rpartition(")")[2].split()
+        ticks.append(int(fields[11]) + int(fields[12]))
+        time.sleep(pause)
+    return (ticks[1] - ticks[0]) / os.sysconf("SC_CLK_TCK") / seconds
+
+
+@pytest.fixture
+def started() -> Iterator[Daemon]:
+    with daemon(MACHINE) as started:
+        yield started
+
+
+def test_one_connection_too_many_closes_the_one_that_waited_longest(
+    api: Client,
+) -> None:
+    with contextlib.ExitStack() as stack:
+
+        def begin(address: str) -> socket.socket:
+            return stack.enter_context(knock(api, address, GET))
+
+        first, *others = [begin("127.0.0.1") for _ in range(waker.PER_CLIENT)]
+        elsewhere = begin("127.0.0.2")
+        assert api.call("GET", "/").status == 200  # the 25th
+        received = b"".join(iter(lambda: first.recv(9999), b""))
+        assert status_of(received) == 503
+        assert b"\r\nRetry-After: 1\r\n" in received
+        for tcp in (*others, elsewhere):
+            tcp.sendall(b"\r\n")
+            assert tcp.recv(9999).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_trusted_proxy_may_have_more_connections(config: waker.Config) -> None:
+    proxies = waker.parse_networks("127.0.0.0/29")
+    with running(config._replace(proxies=proxies)) as api, contextlib.ExitStack() as st:
+        many = [st.enter_context(knock(api, "127.0.0.1", GET)) for _ in range(60)]
+        assert api.call("GET", "/").status == 200
+        assert all(map(is_open, many))
+
+
+def test_connections_in_all_are_as_many_as_the_descriptors_allow() -> None:
+    need("prlimit")
+    with daemon(MACHINE, "prlimit", "--nofile=64") as started:
+        with contextlib.ExitStack() as stack:
+            many = [
+                stack.enter_context(knock(started.client, f"127.1.0.{place}", GET))
+                for place in range(1, 101)
+            ]
+            assert started.client.call("GET", "/").status == 200
+            assert [is_open(tcp) for tcp in many] == [False] * 53 + [True] * 47
+
+
+def test_bytes_in_all_are_bounded(started: Daemon) -> None:
+    big = GET + b"X: " + b"y" * 16000
+    with contextlib.ExitStack() as stack:
+        many = [
+            stack.enter_context(knock(started.client, f"127.1.0.{place}", big))
+            for place in range(1, 101)
+        ]
+        assert started.client.call("GET", "/").status == 200
+        kept = [is_open(tcp) for tcp in many].index(True)
+        assert 100 - kept == waker.HELD // len(big)
+
+
+def test_who_is_being_answered_is_never_turned_away(owner: Client) -> None:
+    """The machine is off, so the unlock takes as long as a connect may."""
+    answers = []
+
+    def unlock() -> None:
+        answers.append(owner.call("POST", "/api/unlock", {"passphrase": PASSPHRASE}))
+
+    thread = threading.Thread(target=unlock)
+    thread.start()
+    wait_for(lambda: owner.app and owner.app.unlocker._busy.locked())
+    with contextlib.ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(knock(owner, "127.0.0.1", GET))
+        thread.join()
+    assert answers[0].error.endswith("The passphrase was not sent.")
+
+
+def test_slow_clients_have_ten_seconds_and_cost_no_thread(started: Daemon) -> None:
+    idle = descriptors_and_threads(started)
+    client, body = started.client, POST + b"Content-Length: 900\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+
+        def begin(data: bytes) -> list[socket.socket]:
+            return [
+                stack.enter_context(knock(client, f"127.0.0.{place}", data))
+                for place in range(1, 51)
+            ]
+
+        began = time.monotonic()
+        silent, heads, bodies = begin(b""), begin(GET), begin(body)
+        stayed = begin(GET + b"\r\n")  # answered, and not hanging up
+        assert client.call("GET", "/").status == 200
+        wait_for(lambda: descriptors_and_threads(started)[0] >= idle[0] + 200)
+        while descriptors_and_threads(started)[0] > idle[0] + 50:
+            assert time.monotonic() - began < waker.CLIENT_SECONDS + 3
+            with contextlib.suppress(OSError):
+                for tcp in (*heads[1:], *bodies[1:]):
+                    tcp.send(b"x")
+            assert descriptors_and_threads(started)[1] == idle[1]
+            time.sleep(0.5)
+        assert time.monotonic() - began > waker.CLIENT_SECONDS - 1
+        wait_for(lambda: descriptors_and_threads(started) == idle)
+        for tcp in silent:
+            assert tcp.recv(9999) == b""
+        for tcp in (heads[0], bodies[0]):
+            assert status_of(tcp.recv(9999)) == 408
+        for tcp in stayed:
+            assert tcp.recv(9999).startswith(b"HTTP/1.1 200 ")
+
+
+def test_eleven_hundred_connections_are_survived(started: Daemon) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    resource.prlimit(started.process.pid, resource.RLIMIT_NOFILE, (1024, 1024))
+    idle = descriptors_and_threads(started)
+    with contextlib.ExitStack() as stack:
+        for place in range(1100):
+            address = f"127.0.{place // 200}.{1 + place % 200}"
+            stack.enter_context(knock(started.client, address, GET))
+            if place % 100 == 0:
+                assert started.client.call("GET", "/").status == 200
+        assert started.client.call("GET", "/").status == 200
+        assert descriptors_and_threads(started)[1] == idle[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    wait_for(lambda: descriptors_and_threads(started) == idle)
+    assert busy(started, 1) == 0
+
+
+def test_without_a_descriptor_it_waits_for_one(started: Daemon) -> None:
+    pid, client = started.process.pid, started.client
+    used = descriptors_and_threads(started)[0]
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (used, hard))
+    with knock(client, "127.0.0.1", GET + b"\r\n") as tcp:
+        assert busy(started, 1) < 0.3
+        assert is_open(tcp)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+        tcp.settimeout(20)
+        assert tcp.recv(9999).startswith(b"HTTP/1.1 200 ")
+    assert busy(started, 1) == 0
+
+
+def test_a_log_that_nobody_reads_stops_nothing(started: Daemon) -> None:
+    lines = 65536 // len("ip=127.0.0.1 refused GET /x: 404 There is nothing") + 100
+    for _ in range(lines):
+        assert started.client.call("GET", "/x").status == 404
+    assert started.process.stderr
+    os.read(started.process.stderr.fileno(), 32768)
+    assert started.client.call("GET", "/x").status == 404
+    assert started.stop() == 0
+    lost = [line for line in started.log if re.fullmatch("[0-9]+ lines are lost", line)]
+    assert len(lost) == 1
+    assert started.log[-1] == "stopping"
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
+def test_a_log_that_cannot_be_written_stops_nothing(redirection: str) -> None:
+    port = free_port()
+    settings = MACHINE | {"WAKER_PIN": PIN, "WAKER_LISTEN": f"127.0.0.1:{port}"}
+    command = ["sh", "-c", f'exec "$0" "$@" {redirection}', sys.executable, PROGRAM]
+    process = subprocess.Popen(command, env=environment(settings))
+    client = Client(port)
+
+    def answers() -> bool:
+        with contextlib.suppress(ConnectionError):
+            return client.call("GET", "/x").status == 404
+        return False
+
+    wait_for(answers)
+    client.log_in()
+    assert client.call("GET", "/api/status").status == 200
+    process.terminate()
+    assert process.wait(10) == 0
+
+
+def test_deep_nesting_is_refused_on_the_smallest_stack() -> None:
+    """128 KiB a thread is what musl gives, and glibc where the limit says so."""
+    need("prlimit")
+    with daemon(MACHINE, "prlimit", "--stack=131072") as started:
+        for body in (b"[" * 16384, b'{"pin":' * 2000, b'{"pin": ' + b"[" * 16000):
+            head = POST + JSON + b"Content-Length: %d\r\n\r\n" % len(body)
+            assert status_of(exchange(started.client, head + body)) == 400
+        started.client.log_in()
+
+
+def test_it_starts_where_no_name_can_be_resolved(tmp_path: Path) -> None:
+    need_root()
+    resolver = tmp_path / "resolv.conf"
+    resolver.write_text("nameserver 192.0.2.1\n")
+    script = (
+        f'mount --bind {resolver} /etc/resolv.conf; ip link set lo up; exec "$0" "$@"'
+    )
+    command = ["unshare", "--mount", "--net", "sh", "-c", script]
+    settings = MACHINE | {"WAKER_HOMELAB_HOST": "machine.example"}
+    began = time.monotonic()
+    with daemon(settings, *command) as started:
+        assert time.monotonic() - began < 4  # a look-up takes 5 s and more to fail
+        assert started.stop() == 0
+
+
+def test_it_stops_at_once_whoever_is_connected(started: Daemon) -> None:
+    with contextlib.ExitStack() as stack:
+        for place in range(1, 101):
+            for data in (b"", GET, GET + b"\r\n"):
+                stack.enter_context(knock(started.client, f"127.0.0.{place}", data))
+        began = time.monotonic()
+        assert started.stop() == 0
+        assert time.monotonic() - began < 2
+
+
+def test_a_bug_in_the_loop_does_not_end_it(config: waker.Config) -> None:
+    app = waker.make_app(config, {}, waker.Log(None))
+    broken = cast("tuple[waker.Network, ...]", (None,))  # a bug, on purpose
+    with running(config._replace(proxies=broken), app) as client:
+        for _ in range(3):
+            with pytest.raises(ConnectionError):
+                client.call("GET", "/")
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded", "client"),
+    [
+        ("192.0.2.1", "", "192.0.2.1"),
+        ("192.0.2.1", "198.51.100.7", "192.0.2.1"),  # no proxy of ours
+        ("10.0.0.1", "", "10.0.0.1"),
+        ("10.0.0.1", "198.51.100.7", "198.51.100.7"),
+        ("10.0.0.1", "203.0.113.9, 198.51.100.7", "198.51.100.7"),
+        ("10.0.0.1", "203.0.113.9,198.51.100.7 , 10.9.9.9", "198.51.100.7"),
+        ("10.0.0.1", "10.2.2.2, 10.3.3.3", "10.2.2.2"),
+        ("10.0.0.1", "::ffff:198.51.100.7", "198.51.100.7"),
+        ("10.0.0.1", "203.0.113.9, ::ffff:10.0.0.2", "203.0.113.9"),
+        ("::1", "2001:DB8::7", "2001:db8::7"),
+        ("10.0.0.1", "198.51.100.7, unknown", "10.0.0.1"),
+        ("10.0.0.1", "198.51.100.7, x, 10.0.0.2", "10.0.0.2"),
+        ("10.0.0.1", "198.51.100.7:80", "10.0.0.1"),
+        ("10.0.0.1", "fe80::1%x PIN accepted", "10.0.0.1"),
+        ("10.0.0.1", ",", "10.0.0.1"),
+        ("10.0.0.1", "," * 16000, "10.0.0.1"),
+    ],
+)
+def test_the_client_is_whom_the_last_trusted_proxy_saw(
+    peer: str, forwarded: str, client: str
+) -> None:
+    proxies = waker.parse_networks("10.0.0.0/8,::1")
+    assert waker.find_client(peer, forwarded, proxies) == client
+
+
+def test_attempts_are_counted_for_whom_the_proxy_saw(config: waker.Config) -> None:
+    def statuses(proxies: str) -> list[int]:
+        trusting = config._replace(proxies=waker.parse_networks(proxies))
+        with running(trusting) as api:
+            return [
+                api.call(
+                    "POST",
+                    "/api/auth",
+                    {"pin": PIN},
+                    {"X-Forwarded-For": f"192.0.2.{n}"},
+                ).status
+                for n in range(12)
+            ]
+
+    assert statuses("127.0.0.0/8") == [200] * 12
+    assert statuses("192.0.2.0/24") == [200] * 10 + [429] * 2
+    assert statuses("") == [200] * 10 + [429] * 2
+
+
+# ---- HTTPS ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    return new_certificate(tmp_path_factory.mktemp("certificate"))
+
+
+@pytest.fixture
+def https(certificate: Certificate) -> Iterator[Daemon]:
+    with daemon(MACHINE | certificate.settings()) as started:
+        yield started
+
+
+def trusting(certificate: Certificate) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(certificate.cert))
+
+
+def test_https_answers_and_says_farewell(
+    https: Daemon, certificate: Certificate
+) -> None:
+    address = (https.client.host, https.client.port)
+    with socket.create_connection(address, 20) as tcp:
+        with trusting(certificate).wrap_socket(
+            tcp, server_hostname="127.0.0.1", suppress_ragged_eofs=False
+        ) as tls:
+            for byte in GET + b"\r\n":
+                tls.send(bytes([byte]))
+            received = b"".join(iter(lambda: tls.recv(65536), b""))
+    assert status_of(received) == 200
+
+
+def test_https_is_tls_1_2_or_later(https: Daemon, certificate: Certificate) -> None:
+    old = trusting(certificate)
+    old.set_ciphers("ALL:@SECLEVEL=0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
+    with socket.create_connection((https.client.host, https.client.port), 20) as tcp:
+        with pytest.raises(ssl.SSLError, match=r"(?i)protocol version"):
+            old.wrap_socket(tcp, server_hostname="127.0.0.1")
+
+
+def test_half_a_handshake_keeps_nobody_waiting(
+    https: Daemon, certificate: Certificate
+) -> None:
+    idle, client = descriptors_and_threads(https), https.client
+    hello = ssl.MemoryBIO()
+    tls = trusting(certificate).wrap_bio(ssl.MemoryBIO(), hello, server_hostname="x")
+    with pytest.raises(ssl.SSLWantReadError):
+        tls.do_handshake()
+    halves = (b"", hello.read()[:100], b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01")
+    with contextlib.ExitStack() as stack:
+        for place in range(1, 21):
+            for data in halves:
+                stack.enter_context(knock(client, f"127.0.0.{place}", data))
+        connection = http.client.HTTPSConnection(
+            client.host, client.port, timeout=5, context=trusting(certificate)
+        )
+        with contextlib.closing(connection):
+            connection.request("GET", "/")
+            assert connection.getresponse().status == 200
+        assert descriptors_and_threads(https)[1] == idle[1]
+    wait_for(lambda: descriptors_and_threads(https) == idle)
+    assert busy(https, 1) == 0
+
+
+def test_what_is_wrong_with_a_certificate_is_told(
+    certificate: Certificate, tmp_path: Path
+) -> None:
+    locked = new_certificate(tmp_path, passphrase=b"x")
+    cert, key = certificate.settings().values()
+    for files, words in (
+        ((cert, ""), "WAKER_TLS_CERT and WAKER_TLS_KEY must both be set"),
+        (("", key), "WAKER_TLS_CERT and WAKER_TLS_KEY must both be set"),
+        ((cert, "/nowhere"), "/nowhere: No such file or directory"),
+        (("/nowhere", key), "/nowhere: No such file or directory"),
+        ((cert, cert), "must be a certificate and its private key"),
+        ((key, key), "must be a certificate and its private key"),
+        ((cert, str(locked.key)), "the key without a passphrase"),
+        ((str(locked.cert), key), "must be a certificate and its private key"),
+    ):
+        names = ("WAKER_TLS_CERT", "WAKER_TLS_KEY")
+        settings = MACHINE | {"WAKER_PIN": PIN} | dict(zip(names, files, strict=True))
+        ended = run_waker(settings=settings)
+        assert ended.returncode == 78
+        assert words in ended.stderr
+        assert "WAKER_TLS_" in ended.stderr
+        assert len(ended.stderr.splitlines()) == 1
