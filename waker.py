@@ -1823,6 +1823,7 @@ class Shell(http.server.BaseHTTPRequestHandler):
 
 CLIENT_SECONDS: Final = 10  # for a whole request to come; again, to take the answer
 CONNECTIONS: Final = 900  # at a time, or three in four of what the system allows us
+TLS_CONNECTIONS: Final = 60  # instead, for each takes some 50 KB
 PER_CLIENT: Final = 24  # connections, if it is no proxy that we trust
 HELD: Final = 1 << 20  # bytes of all connections together
 DRAIN: Final = 1 << 20  # bytes that a client may send after its request
@@ -1865,7 +1866,7 @@ class Server(http.server.HTTPServer):
         self._app = app
         self._tls = tls
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._limit = min(CONNECTIONS, soft * 3 // 4)
+        self._limit = min(TLS_CONNECTIONS if tls else CONNECTIONS, soft * 3 // 4)
         self._waiting: dict[Connection, None] = {}  # the longest-waiting first
         self._held = 0  # bytes in their buffers
         self._busy: set[Connection] = set()
@@ -1938,8 +1939,9 @@ class Server(http.server.HTTPServer):
         """Hang up on a client that waits; if it was not answered, tell why."""
         if connection.step == self._gather:
             response = refuse(self._app, fault, "a request", connection.peer)
+            head_only = connection.buffer.startswith(b"HEAD ")
             with contextlib.suppress(OSError):  # it takes that now or never
-                connection.tcp.send(serialize(response))
+                connection.tcp.send(serialize(response, head_only=head_only))
         self._drop(connection)
 
     def _go_on(self, connection: Connection) -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -404,6 +405,20 @@ def test_who_is_being_answered_is_never_turned_away(owner: Client) -> None:
     assert answers[0].error.endswith("The passphrase was not sent.")
 
 
+def test_more_requests_than_can_be_answered_soon_are_refused(owner: Client) -> None:
+    """The machine is off, so that each status takes most of a second."""
+    request = b"GET /api/status HTTP/1.1\r\nHost: x\r\n"
+    request += f"Authorization: Bearer {owner.token}\r\n\r\n".encode()
+    with contextlib.ExitStack() as stack:
+        many = [
+            stack.enter_context(knock(owner, f"127.0.0.{1 + place // 20}", request))
+            for place in range(waker.QUEUE + 16)
+        ]
+        told = [b"".join(iter(partial(tcp.recv, 9999), b"")) for tcp in many]
+    statuses = [status_of(received) for received in told]
+    assert statuses == [200] * waker.QUEUE + [503] * 16
+
+
 def test_slow_clients_have_ten_seconds_and_cost_no_thread(started: Daemon) -> None:
     idle = descriptors_and_threads(started)
     client, body = started.client, POST + b"Content-Length: 900\r\n\r\n"
@@ -655,7 +670,9 @@ def test_half_a_handshake_keeps_nobody_waiting(
         with contextlib.closing(connection):
             connection.request("GET", "/")
             assert connection.getresponse().status == 200
-        assert descriptors_and_threads(https)[1] == idle[1]
+        descriptors, threads = descriptors_and_threads(https)
+        assert descriptors <= idle[0] + waker.TLS_CONNECTIONS
+        assert threads == idle[1]
     wait_for(lambda: descriptors_and_threads(https) == idle)
     assert busy(https, 1) == 0
 
