@@ -5,6 +5,8 @@ PARAMIKO ?=
 VENV := .venv$(PARAMIKO)
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+EXAMPLES ?= 50
+SEED ?= 1
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile | expand -t 20
@@ -18,6 +20,14 @@ run: $(VENV)/done ## the daemon, with the settings of the environment or ENV_FIL
 test: $(VENV)/done ## all tests; those that lack a program or root are skipped
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+fuzz: $(VENV)/done ## invented requests and inputs, EXAMPLES=50 of each, SEED=1
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_properties.py \
+		--examples $(EXAMPLES) --hypothesis-seed $(SEED)
+	$(BIN)/python tests/fuzz.py --examples $(EXAMPLES) --seed $(SEED)
+
+siege: $(VENV)/done ## the daemon under attack, half an hour; ATTACK=flood for some
+	$(BIN)/python tests/siege.py $(if $(ATTACK),"$(ATTACK)")
+
 test-vm: $(VENV)/done ## real machines with encrypted disks, in QEMU; wants root
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --numprocesses 2 --maxschedchunk 1 tests/vm
 
@@ -30,8 +40,8 @@ lint: $(VENV)/done ## ruff and mypy
 	$(BIN)/mypy waker.py tests/*.py tests/vm/*.py
 
 clean: ## remove what the other targets made
-	rm -rf .venv* .vm .mypy_cache .pytest_cache .ruff_cache __pycache__ tests/__pycache__ \
-		tests/vm/__pycache__
+	rm -rf .venv* .vm .hypothesis .mypy_cache .pytest_cache .ruff_cache \
+		__pycache__ tests/__pycache__ tests/vm/__pycache__
 
 # With PARAMIKO=VERSION, an environment of its own has that version.
 $(VENV)/done: tests/requirements.txt
@@ -40,4 +50,4 @@ $(VENV)/done: tests/requirements.txt
 	$(if $(PARAMIKO),$(BIN)/pip install --quiet paramiko==$(PARAMIKO))
 	touch $@
 
-.PHONY: help demo run test test-vm test-paramiko lint clean
+.PHONY: help demo run test fuzz siege test-vm test-paramiko lint clean
