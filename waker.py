@@ -52,7 +52,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
@@ -1625,10 +1625,14 @@ def refuse(app: App, fault: Fault, what: str, client: str) -> Response:
 REQUEST_LINE: Final = 8192  # bytes
 HEAD: Final = 16384  # bytes: the request line and the header fields
 FIELDS: Final = 100
+HOPS: Final = 16  # proxies in a row
 
 TOKEN: Final = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 START: Final = re.compile(rb"(%b+) ([!-~]+) HTTP/([0-9])\.[0-9]" % TOKEN)
 FIELD: Final = re.compile(rb"(%b+):([\t -~\x80-\xff]*)" % TOKEN)
+EXPECT: Final = re.compile(
+    rb"(?i)[^\r]* HTTP/1\.1\r\n(?:[^\r]+\r\n)*?expect:[\t ]*100-continue[\t ]*\r\n"
+)
 BROKEN: Final = re.compile(rb"(?<!\r)\n|\r[^\n]")  # an end of line that is none
 AUTHORITY: Final = r"(?:[\w.~-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?"
 TARGET: Final = re.compile(
@@ -1733,7 +1737,7 @@ def find_client(peer: str, forwarded: str, proxies: Sequence[Network]) -> str:
 
     `forwarded` is X-Forwarded-For; each proxy adds to its right end whom it saw.
     """
-    client, hops = peer, forwarded.split(",")
+    client, hops = peer, forwarded.rsplit(",", HOPS)
     with contextlib.suppress(ValueError):  # it is no address: we know no more
         while hops and within(client, proxies):
             client = plain_address(hops.pop().strip(" \t").replace("%", "no scope"))
@@ -1799,7 +1803,7 @@ class Shell(http.server.BaseHTTPRequestHandler):
         """Answer the request, or tell what is wrong with it."""
         data, _ = self.request
         app, what, client = self._app, "a request", self.client_address[0]
-        now = time.monotonic()  # when it is complete: nobody can make it older
+        now = time.monotonic()  # not when it began: nobody can make it older
         try:
             request = parse_request(data, client, app.config.proxies, now)
             what, client = f"{request.method} {request.path}", request.client
@@ -1822,32 +1826,68 @@ class Shell(http.server.BaseHTTPRequestHandler):
 # many clients, the one that has waited longest has to go.
 
 CLIENT_SECONDS: Final = 10  # for a whole request to come; again, to take the answer
+CALM_SECONDS: Final = 60  # between two lines in the log that there are too many
 CONNECTIONS: Final = 900  # at a time, or three in four of what the system allows us
 TLS_CONNECTIONS: Final = 60  # instead, for each takes some 50 KB
 PER_CLIENT: Final = 24  # connections, if it is no proxy that we trust
 HELD: Final = 1 << 20  # bytes of all connections together
+SEALED: Final = (
+    40960  # bytes that a client may send over TLS: a request and a handshake
+)
 DRAIN: Final = 1 << 20  # bytes that a client may send after its request
 WORKERS: Final = 8  # a few wait for the machine or a PIN's digest, others are quick
-QUEUE: Final = 64  # whole requests, with those at work: more would wait too long
+QUEUE: Final = 64  # whole requests, with those at work; then the loop waits for one
 AT_ONCE: Final = 32  # new clients, or late ones, before others have their turn
 EXHAUSTED_SECONDS: Final = 0.05  # to wait when the system has no descriptor left
 
-NOT_YET: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-def crowded() -> Fault:
-    """Tell a client that there are too many."""
-    return Fault(503, "Too many connections; try again", ("Retry-After", "1"))
+class Tls:
+    """The TLS of one connection, from bytes to bytes. Whatever raises: OSError.
+
+    On a socket, ssl would read on as long as the client sends what has no meaning to
+    us, such as one new key after the other, and so never come back.
+    """
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._taken = 0
+
+    def open(self, data: bytes) -> bytes:
+        """Take what came; returns what it says."""
+        self._taken += len(data)
+        if self._taken > SEALED:
+            raise ConnectionAbortedError
+        self._incoming.write(data)
+        chunks = [b""]
+        with contextlib.suppress(ssl.SSLWantReadError):
+            while chunk := self._tls.read(HEAD):
+                chunks.append(chunk)
+        return b"".join(chunks)
+
+    def reply(self) -> bytes:
+        """Tell what TLS itself has to say."""
+        return self._outgoing.read()
+
+    def seal(self, data: bytes, *, last: bool = True) -> bytes:
+        """Make of data what is to be sent; if it is the last, with a farewell."""
+        self._tls.write(data)
+        with contextlib.suppress(ssl.SSLWantReadError):  # we wait for no other farewell
+            if last:
+                self._tls.unwrap()
+        return self._outgoing.read()
 
 
 class Connection:
     """One client, from its arrival to its end."""
 
-    __slots__ = ("buffer", "counted", "drained", "ends", "peer", "size", "step", "tcp")
-
-    def __init__(self, tcp: socket.socket, peer: str, counted: str) -> None:
+    def __init__(
+        self, tcp: socket.socket, peer: str, counted: str, tls: Tls | None
+    ) -> None:
         self.tcp = tcp
+        self.tls = tls
         self.peer = peer  # its address
         self.counted = counted  # the name by which its connections are counted
         self.ends = 0.0  # monotonic seconds
@@ -1875,6 +1915,9 @@ class Server(http.server.HTTPServer):
         self._bell, self._clapper = socket.socketpair()  # workers ring: one is answered
         self._clapper.settimeout(0)
         self._stops = 0  # how often we were told to
+        self._calm = (
+            0.0  # until then, the log is not told again that there are too many
+        )
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell, selectors.EVENT_READ, self._take_answers)
         host, port = app.config.listen
@@ -1917,10 +1960,10 @@ class Server(http.server.HTTPServer):
         """Have a connection wait for its client; if that is ready, take the step."""
         connection.ends = time.monotonic() + CLIENT_SECONDS
         connection.step = step
-        self._waiting[connection] = None
-        self._held += len(connection.buffer)
         go_on = functools.partial(self._go_on, connection)
         self._selector.register(connection.tcp, events, go_on)
+        self._waiting[connection] = None
+        self._held += len(connection.buffer)
         go_on()
 
     def _leave(self, connection: Connection) -> None:
@@ -1935,40 +1978,57 @@ class Server(http.server.HTTPServer):
             self._leave(connection)
             connection.tcp.close()
 
-    def _turn_away(self, connection: Connection, fault: Fault) -> None:
-        """Hang up on a client that waits; if it was not answered, tell why."""
+    def _turn_away(self, connection: Connection, response: Response) -> None:
+        """Hang up on a client that waits; tell why, if it has no answer yet."""
         if connection.step == self._gather:
-            response = refuse(self._app, fault, "a request", connection.peer)
             head_only = connection.buffer.startswith(b"HEAD ")
+            answer = serialize(response, head_only=head_only)
             with contextlib.suppress(OSError):  # it takes that now or never
-                connection.tcp.send(serialize(response, head_only=head_only))
+                if connection.tls:
+                    answer = connection.tls.seal(answer)
+                connection.tcp.send(answer)
         self._drop(connection)
+
+    def _crowded(self, peer: str) -> Response:
+        """Tell a client that there are too many, and the log now and then."""
+        fault = Fault(503, "Too many connections; try again", ("Retry-After", "1"))
+        now = time.monotonic()
+        if now < self._calm:
+            return refusal(fault)
+        self._calm = now + CALM_SECONDS
+        return refuse(self._app, fault, "a request, and may be more", peer)
 
     def _go_on(self, connection: Connection) -> None:
         """Take a connection's next step, if its client lets us."""
         try:
             connection.step(connection)
-        except NOT_YET:
+        except BlockingIOError:
             pass
         except OSError:  # it has gone, or does not speak TLS
             self._drop(connection)
-        except Fault as fault:
-            self._turn_away(connection, fault)
         while self._held > HELD:
-            self._turn_away(next(iter(self._waiting)), crowded())
+            biggest = max(self._waiting, key=lambda other: len(other.buffer))
+            self._turn_away(biggest, self._crowded(biggest.peer))
 
     def _make_room(self, counted: str) -> bool:
-        """Turn one away where one more is too many; False if nobody waits."""
-        everybody = [*self._waiting, *self._busy]
-        crowd = [other for other in everybody if counted and other.counted == counted]
-        if len(crowd) < PER_CLIENT:
-            crowd = everybody
-            if len(crowd) < self._limit:
+        """Turn one away where one more is too many; False if nobody waits.
+
+        It is the longest-waiting one of those who have the most connections, so that a
+        few clients cannot keep all others out.
+        """
+        everybody = [other.counted for other in (*self._waiting, *self._busy)]
+        if len(everybody) >= self._limit:
+            crowds = Counter(other.counted for other in self._waiting)
+            crowd = max(crowds, key=lambda name: crowds[name], default=counted)
+        elif counted and everybody.count(counted) >= PER_CLIENT:
+            crowd = counted
+        else:
+            return True
+        for other in self._waiting:
+            if other.counted == crowd:
+                self._turn_away(other, self._crowded(other.peer))
                 return True
-        if crowd[0] not in self._waiting:
-            return False
-        self._turn_away(crowd[0], crowded())
-        return True
+        return False
 
     def _accept(self) -> None:
         """Let new clients in."""
@@ -1981,7 +2041,7 @@ class Server(http.server.HTTPServer):
                 if error.errno not in EXHAUSTED:
                     continue
                 for longest in list(self._waiting)[:1]:
-                    self._turn_away(longest, crowded())
+                    self._turn_away(longest, self._crowded(longest.peer))
                 time.sleep(EXHAUSTED_SECONDS)  # or this would be tried without a pause
                 return
             peer = str(address[0])
@@ -1994,36 +2054,42 @@ class Server(http.server.HTTPServer):
         """Begin with a client. Raises: OSError."""
         tcp.settimeout(0)
         tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._tls:  # its handshake will be part of the first step
-            tcp = self._tls.wrap_socket(
-                tcp, server_side=True, do_handshake_on_connect=False
-            )
         counted = "" if within(peer, self._app.config.proxies) else counted_as(peer)
         if self._make_room(counted):
-            connection = Connection(tcp, peer, counted)
+            tls = Tls(self._tls) if self._tls else None
+            connection = Connection(tcp, peer, counted, tls)
             self._wait(connection, selectors.EVENT_READ, self._gather)
         else:
             with tcp:
-                tcp.send(serialize(refuse(self._app, crowded(), "a request", peer)))
+                tcp.send(serialize(self._crowded(peer)))
 
     def _gather(self, connection: Connection) -> None:
         """Read what there is of a request; when it is whole, a worker gets it."""
-        chunk = connection.tcp.recv(HEAD)
+        chunk = received = connection.tcp.recv(HEAD)
+        if connection.tls and received:
+            try:
+                chunk = connection.tls.open(received)
+            finally:  # what it refuses gets a reason
+                reply = connection.tls.reply()
+                if connection.tcp.send(reply) < len(reply):
+                    raise ConnectionAbortedError
         seen, size = len(connection.buffer), connection.size
         connection.buffer += chunk
         self._held += len(chunk)
         connection.size = size or request_size(connection.buffer, seen)
-        if not connection.buffer:  # it came and went
+        if not received and not connection.buffer:  # it came and went
             self._drop(connection)
-        elif not chunk or 0 < connection.size <= len(connection.buffer):
-            if len(self._busy) >= QUEUE:
-                raise crowded()
+        elif not received or 0 < connection.size <= len(connection.buffer):
             connection.size = connection.size or seen
+            while len(self._busy) >= QUEUE:  # many more would only take memory
+                self._take_answers()
             self._leave(connection)
             self._busy.add(connection)
             self._whole.put(connection)
-        elif connection.size > size and b"100-continue" in connection.buffer.lower():
-            connection.tcp.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif connection.size > size and EXPECT.match(connection.buffer):
+            word = b"HTTP/1.1 100 Continue\r\n\r\n"
+            tls = connection.tls
+            connection.tcp.send(tls.seal(word, last=False) if tls else word)
 
     def _take_answers(self) -> None:
         """Take back what the workers have done."""
@@ -2031,7 +2097,16 @@ class Server(http.server.HTTPServer):
         while not self._answered.empty():
             connection = self._answered.get()
             self._busy.remove(connection)
-            self._wait(connection, selectors.EVENT_WRITE, self._send)
+            self._wait(connection, selectors.EVENT_WRITE, self._answer)
+
+    def _answer(self, connection: Connection) -> None:
+        """Begin to send an answer."""
+        if connection.tls:
+            self._held -= len(connection.buffer)
+            connection.buffer = connection.tls.seal(connection.buffer)
+            self._held += len(connection.buffer)
+        connection.step = self._send
+        self._send(connection)
 
     def _send(self, connection: Connection) -> None:
         """Send as much as the client takes of its answer; then, that it was all."""
@@ -2039,12 +2114,10 @@ class Server(http.server.HTTPServer):
         connection.buffer = connection.buffer[sent:]
         self._held -= sent
         if not connection.buffer:
-            if isinstance(connection.tcp, ssl.SSLSocket):
-                with contextlib.suppress(OSError):  # we do not wait for its farewell
-                    connection.tcp.unwrap()
             connection.tcp.shutdown(socket.SHUT_WR)
-            self._leave(connection)
-            self._wait(connection, selectors.EVENT_READ, self._drain)
+            connection.step = self._drain
+            go_on = self._selector.get_key(connection.tcp).data
+            self._selector.modify(connection.tcp, selectors.EVENT_READ, go_on)
 
     def _drain(self, connection: Connection) -> None:
         """Wait for the client to hang up: if we did, it might not get its answer."""
@@ -2055,9 +2128,10 @@ class Server(http.server.HTTPServer):
 
     def _give_up(self, connection: Connection) -> None:
         """Hang up on a client whose time is over; one that never spoke gets no word."""
-        if connection.buffer:
-            text = f"The request did not come within {CLIENT_SECONDS} s"
-            self._turn_away(connection, Fault(408, text))
+        if connection.buffer and connection.step == self._gather:
+            fault = Fault(408, f"The request did not come within {CLIENT_SECONDS} s")
+            response = refuse(self._app, fault, "a request", connection.peer)
+            self._turn_away(connection, response)
         self._drop(connection)
 
     def _stop(self, stop: socket.socket) -> None:
@@ -2070,6 +2144,17 @@ class Server(http.server.HTTPServer):
             for connection in list(self._waiting):
                 self._drop(connection)
 
+    def _turn(self) -> None:
+        """Wait for something to happen, or for somebody's time to be over."""
+        first = next(iter(self._waiting), None)
+        patience = max(first.ends - time.monotonic(), 0) if first else None
+        for key, _ in self._selector.select(patience):
+            key.data()
+        now = time.monotonic()
+        for connection in list(itertools.islice(self._waiting, AT_ONCE)):
+            if connection.ends <= now:
+                self._give_up(connection)
+
     def run(self, stop: socket.socket) -> None:
         """Serve until a byte comes from `stop`; then wait for the workers, or another.
 
@@ -2078,19 +2163,13 @@ class Server(http.server.HTTPServer):
         go_on = functools.partial(self._stop, stop)
         self._selector.register(stop, selectors.EVENT_READ, go_on)
         while not self._stops or (self._busy and self._stops < 2):
-            first = next(iter(self._waiting), None)
-            patience = max(first.ends - time.monotonic(), 0) if first else None
-            for key, _ in self._selector.select(patience):
-                try:
-                    key.data()
-                except Exception as error:  # noqa: BLE001 - nor must one of ours
-                    self._app.log.event(describe_bug(error), level=ERROR)
-            for connection in list(itertools.islice(self._waiting, AT_ONCE)):
-                if connection.ends <= time.monotonic():
-                    self._give_up(connection)
+            try:
+                self._turn()
+            except Exception as error:  # noqa: BLE001 - nor must one of ours
+                self._app.log.event(describe_bug(error), level=ERROR)
 
     def server_close(self) -> None:
-        """Let go of everything."""
+        """Let go of everything; TCPServer calls this where it cannot bind, too."""
         super().server_close()
         for connection in list(self._waiting):
             self._drop(connection)
@@ -2154,20 +2233,21 @@ def serve(app: App) -> int:
 
     Raises: ConfigError.
     """
-    tls = make_tls(app.config)
-    try:
-        server = Server(app, tls)
-    except OSError as error:
-        text = f"WAKER_LISTEN {app.config.listen}: {error.strerror}"
-        app.log.event(text, level=ERROR)
-        return 1
     stop, wake = socket.socketpair()
     wake.settimeout(0)  # as set_wakeup_fd wants it
-    with server, stop, wake:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stop)
+        stack.enter_context(wake)
         # Through this socket a signal can't be missed, whichever thread it hits.
         signal.set_wakeup_fd(wake.fileno())
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
+        try:
+            server = stack.enter_context(Server(app, make_tls(app.config)))
+        except OSError as error:
+            text = f"WAKER_LISTEN {app.config.listen}: {error.strerror}"
+            app.log.event(text, level=ERROR)
+            return 1
         host, port = server.server_address[:2]
         app.log.event(f"waker {__version__} listens on {Listen(str(host), int(port))}")
         server.run(stop)

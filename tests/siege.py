@@ -279,7 +279,10 @@ ODD_HEADS = {
     "digits": HEAD + b"Content-Length:" + b"1" * 16000,
     "3,000 fields": HEAD + b"a:\r\n" * 3000 + b"b:",
     "99 fields": HEAD + b"\r\n".join([b"a: " + b"b" * 150] * 99),
-    "a list of proxies": HEAD + b"X-Forwarded-For: " + b"10.0.0.1," * 1750,
+    "a list of proxies": HEAD
+    + b"X-Forwarded-For: "
+    + b"10.0.0.1," * 1750
+    + b"10.0.0.1",
     "commas": HEAD + b"X-Forwarded-For: " + b"," * 16000,
     "colons": HEAD + b"X-Forwarded-For: " + b":" * 16000,
     "a long method": b"A" * 16000,
