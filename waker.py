@@ -1722,8 +1722,13 @@ def request_size(data: bytes, seen: int) -> int:
 
 
 def plain_address(text: str) -> str:
-    """Write an address; an IPv4 one without IPv6's clothes. Raises: ValueError."""
+    """Read an address; an IPv4 one is without IPv6's clothes then. Raises: ValueError.
+
+    It has no scope (`%eth0`): that would be another machine's, and might be any text.
+    """
     address = ipaddress.ip_address(text)
+    if "%" in text:
+        raise ValueError
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
@@ -1740,7 +1745,7 @@ def find_client(peer: str, forwarded: str, proxies: Sequence[Network]) -> str:
     client, hops = peer, forwarded.rsplit(",", HOPS)
     with contextlib.suppress(ValueError):  # it is no address: we know no more
         while hops and within(client, proxies):
-            client = plain_address(hops.pop().strip(" \t").replace("%", "no scope"))
+            client = plain_address(hops.pop().strip(" \t"))
     return client
 
 
@@ -1821,9 +1826,10 @@ class Shell(http.server.BaseHTTPRequestHandler):
 
 # ---- HTTP: the connections -----------------------------------------------------------
 # One loop has them all. It gathers what comes until a request is whole, and sends what
-# a client takes of the answer; it waits for nobody, so a slow client costs a descriptor
+# a client takes of the answer; it waits for no client, so a slow one costs a descriptor
 # and its bytes. Between, a whole request has one of a few workers. Where there are too
-# many clients, the one that has waited longest has to go.
+# many connections, one has to go: of the client that has the most, the one that has
+# waited longest.
 
 CLIENT_SECONDS: Final = 10  # for a whole request to come; again, to take the answer
 CALM_SECONDS: Final = 60  # between two lines in the log that there are too many
@@ -1831,12 +1837,10 @@ CONNECTIONS: Final = 900  # at a time, or three in four of what the system allow
 TLS_CONNECTIONS: Final = 60  # instead, for each takes some 50 KB
 PER_CLIENT: Final = 24  # connections, if it is no proxy that we trust
 HELD: Final = 1 << 20  # bytes of all connections together
-SEALED: Final = (
-    40960  # bytes that a client may send over TLS: a request and a handshake
-)
+SEALED: Final = 40960  # bytes of TLS from a client: a handshake and a request
 DRAIN: Final = 1 << 20  # bytes that a client may send after its request
 WORKERS: Final = 8  # a few wait for the machine or a PIN's digest, others are quick
-QUEUE: Final = 64  # whole requests, with those at work; then the loop waits for one
+QUEUE: Final = 64  # whole requests, with those at work; then the loop has to wait
 AT_ONCE: Final = 32  # new clients, or late ones, before others have their turn
 EXHAUSTED_SECONDS: Final = 0.05  # to wait when the system has no descriptor left
 
@@ -1915,16 +1919,14 @@ class Server(http.server.HTTPServer):
         self._bell, self._clapper = socket.socketpair()  # workers ring: one is answered
         self._clapper.settimeout(0)
         self._stops = 0  # how often we were told to
-        self._calm = (
-            0.0  # until then, the log is not told again that there are too many
-        )
+        self._calm = 0.0  # when the log may be told again that there are too many
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell, selectors.EVENT_READ, self._take_answers)
         host, port = app.config.listen
         if host == "::" and not self._kernel_has_ipv6():
             host = "0.0.0.0"  # noqa: S104 - every address is what the user wants
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), functools.partial(Shell, app))
+        super().__init__((host, port), functools.partial(Shell, app))  # `_work` has it
         self.socket.settimeout(0)
         self._selector.register(self.socket, selectors.EVENT_READ, self._accept)
         for _ in range(WORKERS):
@@ -2061,7 +2063,8 @@ class Server(http.server.HTTPServer):
             self._wait(connection, selectors.EVENT_READ, self._gather)
         else:
             with tcp:
-                tcp.send(serialize(self._crowded(peer)))
+                answer = serialize(self._crowded(peer))
+                tcp.send(answer if not self._tls else b"")
 
     def _gather(self, connection: Connection) -> None:
         """Read what there is of a request; when it is whole, a worker gets it."""
@@ -2081,9 +2084,9 @@ class Server(http.server.HTTPServer):
             self._drop(connection)
         elif not received or 0 < connection.size <= len(connection.buffer):
             connection.size = connection.size or seen
-            while len(self._busy) >= QUEUE:  # many more would only take memory
-                self._take_answers()
             self._leave(connection)
+            while len(self._busy) >= QUEUE:  # more would only take memory
+                self._take_answers()
             self._busy.add(connection)
             self._whole.put(connection)
         elif connection.size > size and EXPECT.match(connection.buffer):
