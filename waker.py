@@ -1913,6 +1913,7 @@ class Server(http.server.HTTPServer):
         self._limit = min(TLS_CONNECTIONS if tls else CONNECTIONS, soft * 3 // 4)
         self._waiting: dict[Connection, None] = {}  # the longest-waiting first
         self._held = 0  # bytes in their buffers
+        self._crowds: Counter[str] = Counter()  # how many each client has of them
         self._busy: set[Connection] = set()
         self._whole: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
         self._answered: queue.SimpleQueue[Connection] = queue.SimpleQueue()
@@ -1966,6 +1967,7 @@ class Server(http.server.HTTPServer):
         self._selector.register(connection.tcp, events, go_on)
         self._waiting[connection] = None
         self._held += len(connection.buffer)
+        self._crowds[connection.counted] += 1
         go_on()
 
     def _leave(self, connection: Connection) -> None:
@@ -1973,6 +1975,9 @@ class Server(http.server.HTTPServer):
         self._selector.unregister(connection.tcp)
         del self._waiting[connection]
         self._held -= len(connection.buffer)
+        self._crowds[connection.counted] -= 1
+        if not self._crowds[connection.counted]:
+            del self._crowds[connection.counted]
 
     def _drop(self, connection: Connection) -> None:
         """Hang up."""
@@ -2018,11 +2023,10 @@ class Server(http.server.HTTPServer):
         It is the longest-waiting one of those who have the most connections, so that a
         few clients cannot keep all others out.
         """
-        everybody = [other.counted for other in (*self._waiting, *self._busy)]
-        if len(everybody) >= self._limit:
-            crowds = Counter(other.counted for other in self._waiting)
-            crowd = max(crowds, key=lambda name: crowds[name], default=counted)
-        elif counted and everybody.count(counted) >= PER_CLIENT:
+        busy = [other.counted for other in self._busy]
+        if len(self._waiting) + len(busy) >= self._limit:
+            crowd = max(self._crowds, key=self._crowds.__getitem__, default=counted)
+        elif counted and self._crowds[counted] + busy.count(counted) >= PER_CLIENT:
             crowd = counted
         else:
             return True
