@@ -172,8 +172,15 @@ def test_sigterm_lets_a_running_unlock_finish(tmp_path: Path) -> None:
             thread, answers = unlock_in_background(started.client.log_in())
             child = wait_for_child(started.process.pid)
             wait_for(initrd.received)
-            os.kill(child, signal.SIGTERM)  # systemd may tell the whole group
-            assert started.stop() == 0
+            address = (started.client.host, started.client.port)
+            with socket.create_connection(address, 20) as waiting:
+                waiting.sendall(b"GET / HTTP/1.1\r\n")
+                assert started.client.call("GET", "/").status == 200  # time passes
+                os.kill(child, signal.SIGTERM)  # systemd may tell the whole group
+                started.process.terminate()
+                assert waiting.recv(1) == b""  # nothing new is begun
+                assert thread.is_alive()
+            assert started.process.wait(60) == 0
             thread.join()
     assert answers == [(200, {"success": True, "message": "Unlocked: d."})]
     assert not Path(f"/proc/{child}").exists()
