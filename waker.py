@@ -1350,7 +1350,7 @@ def converse(
         elif event == "opened":
             opened.append(named or disk)
             until = min(deadline, time.monotonic() + NEXT_SECONDS)
-            event, named = "asks", disk
+            event, named = "asks", opened[-1]
             while event == "asks" and named in opened and time.monotonic() < until:
                 time.sleep(SETTLE_SECONDS)  # or its last prompt may still be there
                 run = Run(transport, machine.dialect)
