@@ -984,7 +984,6 @@ CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
 LOST_SECONDS: Final = 10  # without a sign of life from the machine's kernel: it is gone
 HANDSHAKE_SECONDS: Final = 10  # key exchange, and login: slow boxes take one or two
 ASK_SECONDS: Final = 60  # for the first disk to ask; an emulated machine took 30
-SETTLE_SECONDS: Final = 0.5  # for the prompt of a disk that was unlocked to go
 NEXT_SECONDS: Final = 15  # for another disk to ask, after one was unlocked
 MARGIN_SECONDS: Final = 5  # for the outcome to be told before we are killed
 CONFIRM_SECONDS: Final = 45  # for a machine that was lost to be seen up: a usual boot
@@ -1350,11 +1349,9 @@ def converse(
         elif event == "opened":
             opened.append(named or disk)
             until = min(deadline, time.monotonic() + NEXT_SECONDS)
-            event, named = "asks", opened[-1]
-            while event == "asks" and named in opened and time.monotonic() < until:
-                time.sleep(SETTLE_SECONDS)  # or its last prompt may still be there
-                run = Run(transport, machine.dialect)
-                event, named = run.hear(until)
+            run.hear(until)  # its end, or dropbear might end the next one with it
+            run = Run(transport, machine.dialect)
+            event, named = run.hear(until)
         else:
             return conclude(event, named or disk, opened, machine.dialect.warning)
         disk = named

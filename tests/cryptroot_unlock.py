@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ class Disks:
     early: bool = False  # the scripts of the initrd have not begun
     idle: bool = False  # nothing asks
     mute: bool = False  # the command hangs before it asks
+    lingers: bool = False  # the command takes its time to end
     slow: int = 0  # how often a key derivation is found still running
     dies: str = ""  # power is lost `before` it asks, or `after` it was answered
     deriving: list[str] = field(default_factory=list)  # a disk, and what it was given
@@ -100,6 +102,8 @@ def cryptroot_unlock(
     if disks.dies == "after":
         lose_power()
     say(text)
+    if disks.lingers:
+        time.sleep(0.5)
     return status
 
 

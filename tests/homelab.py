@@ -19,7 +19,12 @@ from pathlib import Path
 
 import paramiko
 from cryptroot_unlock import Disks, cryptroot_unlock
-from paramiko.common import AUTH_FAILED, AUTH_SUCCESSFUL, OPEN_SUCCEEDED
+from paramiko.common import (
+    AUTH_FAILED,
+    AUTH_SUCCESSFUL,
+    OPEN_FAILED_RESOURCE_SHORTAGE,
+    OPEN_SUCCEEDED,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import waker
@@ -75,10 +80,15 @@ class Blackhole:
 
 
 class Session(paramiko.ServerInterface):
-    """One SSH connection: who may log in, and what a command does."""
+    """One SSH connection: who may log in, and what a command does.
+
+    It takes one command at a time: dropbear, too, ends a channel at times that is opened
+    while the command of another one ends.
+    """
 
     def __init__(self, server: "SshServer") -> None:
         self._server = server
+        self._channel: paramiko.Channel | None = None
 
     def get_allowed_auths(self, username: str) -> str:
         return "publickey"
@@ -89,11 +99,13 @@ class Session(paramiko.ServerInterface):
         return AUTH_FAILED
 
     def check_channel_request(self, kind: str, chanid: int) -> int:
-        return OPEN_SUCCEEDED
+        busy = self._channel and not self._channel.eof_sent
+        return OPEN_FAILED_RESOURCE_SHORTAGE if busy else OPEN_SUCCEEDED
 
     def check_channel_exec_request(
         self, channel: paramiko.Channel, command: bytes
     ) -> bool:
+        self._channel = channel
         run = threading.Thread(target=self._server.run, args=(channel, command))
         run.daemon = True
         run.start()

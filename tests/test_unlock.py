@@ -122,6 +122,15 @@ def test_two_disks_with_one_passphrase_are_both_unlocked(initrd: Start) -> None:
     assert steps == [*STEPS, "asked", "sent"]
 
 
+def test_the_second_disk_is_asked_for_when_the_first_command_has_ended(
+    tmp_path: Path,
+) -> None:
+    disks = Disks({"root": PASSPHRASE, "home": PASSPHRASE}, lingers=True)
+    with paramiko_server(tmp_path, disks) as machine:
+        outcome, _ = unlock(machine.machine())
+    assert outcome.message == "Unlocked: root, home."
+
+
 def test_a_second_disk_with_another_passphrase_is_named(initrd: Start) -> None:
     machine = initrd(Disks({"root": PASSPHRASE, "home": "another"}))
     outcome, _ = unlock(machine.machine())
