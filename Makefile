@@ -25,7 +25,7 @@ fuzz: $(VENV)/done ## invented requests and inputs, EXAMPLES=50 of each, SEED=1
 		--examples $(EXAMPLES) --hypothesis-seed $(SEED)
 	$(BIN)/python tests/fuzz.py --examples $(EXAMPLES) --seed $(SEED)
 
-siege: $(VENV)/done ## the daemon under attack, half an hour; ATTACK=flood for some
+siege: $(VENV)/done ## the daemon under attack, 20 minutes; ATTACK=flood for some
 	$(BIN)/python tests/siege.py $(if $(ATTACK),"$(ATTACK)")
 
 test-vm: $(VENV)/done ## real machines with encrypted disks, in QEMU; wants root

@@ -1444,7 +1444,10 @@ LINE: Final = 1000  # characters; a pipe with any room at all takes that without
 
 
 class Log:
-    """Writes whole lines of printable ASCII, whatever a client sent; never waits."""
+    """Writes whole lines of printable ASCII, whatever a client sent.
+
+    It waits for no reader of a pipe or socket; a terminal that is held (^S) holds us.
+    """
 
     def __init__(self, descriptor: int | None, *, journald: bool = False) -> None:
         self._descriptor = descriptor

@@ -4,11 +4,13 @@ import contextlib
 import http.client
 import json
 import os
+import resource
 import shutil
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +157,29 @@ class Daemon:
     process: subprocess.Popen[str]
     client: Client
     log: list[str]
+
+    def _proc(self, name: str) -> Path:
+        return Path(f"/proc/{self.process.pid}/{name}")
+
+    def threads(self) -> int:
+        return len(list(self._proc("task").iterdir()))
+
+    def descriptors(self) -> int:
+        return len(list(self._proc("fd").iterdir()))
+
+    def rss(self) -> float:
+        """Read the resident set, in MB."""
+        pages = int(self._proc("statm").read_text().split()[1])
+        return pages * resource.getpagesize() / 1e6
+
+    def busy(self, seconds: float) -> float:
+        """Measure which part of the time it uses a processor."""
+        ticks = []
+        for pause in (seconds, 0):
+            fields = self._proc("stat").read_text().rpartition(")")[2].split()
+            ticks.append(int(fields[11]) + int(fields[12]))
+            time.sleep(pause)
+        return (ticks[1] - ticks[0]) / os.sysconf("SC_CLK_TCK") / seconds
 
     def stop(self) -> int:
         """Send SIGTERM; returns the exit status, and completes the log."""

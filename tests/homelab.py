@@ -82,7 +82,7 @@ class Blackhole:
 class Session(paramiko.ServerInterface):
     """One SSH connection: who may log in, and what a command does.
 
-    It takes one command at a time: dropbear, too, ends a channel at times that is opened
+    It takes one command at a time: dropbear, too, may end a channel that is opened
     while the command of another one ends.
     """
 

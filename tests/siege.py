@@ -19,7 +19,6 @@ Before, it prints what the costliest inputs cost.
 
 import contextlib
 import itertools
-import os
 import resource
 import socket
 import subprocess
@@ -138,30 +137,6 @@ def flood(kind: str, count: int, spread: str, port: int) -> None:
 # ---- The owner -----------------------------------------------------------------------
 
 
-def proc(pid: int, name: str) -> str:
-    return Path(f"/proc/{pid}/{name}").read_text()
-
-
-def rss(pid: int) -> float:
-    """Read the resident set of a process, in MB."""
-    return int(proc(pid, "statm").split()[1]) * resource.getpagesize() / 1e6
-
-
-def threads(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/task").iterdir()))
-
-
-def cpu(pid: int, seconds: float) -> float:
-    """Measure how busy a process is, in percent of one core."""
-    ticks = [0, 0]
-    for number in (0, 1):
-        ticks[number] = sum(
-            map(int, proc(pid, "stat").rpartition(")")[2].split()[11:13])
-        )
-        time.sleep(0 if number else seconds)
-    return 100 * (ticks[1] - ticks[0]) / os.sysconf("SC_CLK_TCK") / seconds
-
-
 class Figures(NamedTuple):
     """What was measured in one attack, as the table shows it."""
 
@@ -187,26 +162,26 @@ def ask(client: Client, method: str, path: str) -> float | None:
 
 
 class Watch(threading.Thread):
-    """Notes the most memory and threads that a process has had."""
+    """Notes the most memory and threads that a daemon has had."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, started: Daemon) -> None:
         super().__init__(daemon=True)
-        self._pid = pid
-        self.rss, self.threads, self.over = rss(pid), threads(pid), False
+        self._watched = started
+        self.rss, self.threads, self.over = started.rss(), started.threads(), False
 
     def run(self) -> None:
         while not self.over:
-            self.rss = max(self.rss, rss(self._pid))
-            self.threads = max(self.threads, threads(self._pid))
+            self.rss = max(self.rss, self._watched.rss())
+            self.threads = max(self.threads, self._watched.threads())
             time.sleep(0.1)
 
 
 def besiege(started: Daemon, name: str, attackers: list[list[str]]) -> Figures:
     """Attack a daemon, be its owner meanwhile, and see what is left of it."""
-    client, pid = started.client.log_in(), started.process.pid
+    client = started.client.log_in()
     for _ in range(20):
         ask(client, "GET", "/")
-    watch = Watch(pid)
+    watch = Watch(started)
     before = (watch.rss, watch.threads)
     watch.start()
     unlocks: list[int] = []
@@ -215,7 +190,7 @@ def besiege(started: Daemon, name: str, attackers: list[list[str]]) -> Figures:
             client.call("POST", "/api/unlock", {"passphrase": PASSPHRASE}).status
         )
     )
-    times = [0.0]  # so that there is one
+    times: list[float] = []
     missed = 0
     me = [sys.executable, __file__, "--attack"]
     attacks = [subprocess.Popen([*me, *row, str(client.port)]) for row in attackers]
@@ -240,16 +215,18 @@ def besiege(started: Daemon, name: str, attackers: list[list[str]]) -> Figures:
     time.sleep(AFTER)
     watch.over = True
     times.sort()
+    places = (len(times) // 2, len(times) * 99 // 100, len(times) - 1)
+    p50, p99, worst = (f"{times[n]:.1f}" if times else "none" for n in places)
     return Figures(
         name,
-        f"{times[len(times) // 2]:.1f}",
-        f"{times[len(times) * 99 // 100]:.1f}",
-        f"{times[-1]:.1f}",
-        f"{missed} of {missed + len(times) - 1}",
+        p50,
+        p99,
+        worst,
+        f"{missed} of {missed + len(times)}",
         " ".join(map(str, unlocks)),
-        f"{before[0]:.1f} {watch.rss:.1f} {rss(pid):.1f}",
-        f"{before[1]} {watch.threads} {threads(pid)}",
-        f"{cpu(pid, 3):.1f}",
+        f"{before[0]:.1f} {watch.rss:.1f} {started.rss():.1f}",
+        f"{before[1]} {watch.threads} {started.threads()}",
+        f"{100 * started.busy(3):.1f}",
     )
 
 

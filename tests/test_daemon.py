@@ -226,15 +226,11 @@ def test_a_child_that_dies_is_not_believed(
 def test_an_unlock_leaves_no_process_thread_or_descriptor(tmp_path: Path) -> None:
     with paramiko_server(tmp_path, Disks({"d": "p"})) as initrd:
         with daemon(initrd.machine().settings() | MAC) as started:
-            proc = Path(f"/proc/{started.process.pid}")
-
-            def threads_and_descriptors() -> list[int]:
-                return [len(list((proc / kind).iterdir())) for kind in ("task", "fd")]
-
-            idle, client = threads_and_descriptors(), started.client.log_in()
+            idle = started.threads(), started.descriptors()
+            client = started.client.log_in()
             for _ in range(3):
                 client.call("POST", "/api/unlock", {"passphrase": "wrong"})
-            wait_for(lambda: threads_and_descriptors() == idle)
+            wait_for(lambda: (started.threads(), started.descriptors()) == idle)
             assert children(started.process.pid) == []
 
 

@@ -316,19 +316,8 @@ def is_open(tcp: socket.socket) -> bool:
     return False
 
 
-def descriptors_and_threads(started: Daemon) -> list[int]:
-    proc = Path(f"/proc/{started.process.pid}")
-    return [len(list((proc / kind).iterdir())) for kind in ("fd", "task")]
-
-
-def busy(started: Daemon, seconds: float) -> float:
-    """Measure how much of the time a daemon uses the processor."""
-    stat, ticks = Path(f"/proc/{started.process.pid}/stat"), []
-    for pause in (seconds, 0):
-        fields = stat.read_text().rpartition(")")[2].split()
-        ticks.append(int(fields[11]) + int(fields[12]))
-        time.sleep(pause)
-    return (ticks[1] - ticks[0]) / os.sysconf("SC_CLK_TCK") / seconds
+def descriptors_and_threads(started: Daemon) -> tuple[int, int]:
+    return started.descriptors(), started.threads()
 
 
 @pytest.mark.parametrize(
@@ -468,13 +457,13 @@ def test_slow_clients_have_ten_seconds_and_cost_no_thread(started: Daemon) -> No
         silent, heads, bodies = begin(b""), begin(GET), begin(body)
         stayed = begin(GET + b"\r\n")  # answered, and not hanging up
         assert client.call("GET", "/").status == 200
-        wait_for(lambda: descriptors_and_threads(started)[0] >= idle[0] + 200)
-        while descriptors_and_threads(started)[0] > idle[0] + 50:
+        wait_for(lambda: started.descriptors() >= idle[0] + 200)
+        while started.descriptors() > idle[0] + 50:
             assert time.monotonic() - began < waker.CLIENT_SECONDS + 3
             with contextlib.suppress(OSError):
                 for tcp in (*heads[1:], *bodies[1:]):
                     tcp.send(b"x")
-            assert descriptors_and_threads(started)[1] == idle[1]
+            assert started.threads() == idle[1]
             time.sleep(0.5)
         assert time.monotonic() - began > waker.CLIENT_SECONDS - 1
         wait_for(lambda: descriptors_and_threads(started) == idle)
@@ -498,24 +487,24 @@ def test_eleven_hundred_connections_are_survived(started: Daemon) -> None:
             if place % 100 == 0:
                 assert started.client.call("GET", "/").status == 200
         assert started.client.call("GET", "/").status == 200
-        assert descriptors_and_threads(started)[1] == idle[1]
+        assert started.threads() == idle[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     wait_for(lambda: descriptors_and_threads(started) == idle)
-    assert busy(started, 1) < 0.05
+    assert started.busy(1) < 0.05
 
 
 def test_without_a_descriptor_it_waits_for_one(started: Daemon) -> None:
     pid, client = started.process.pid, started.client
-    used = descriptors_and_threads(started)[0]
+    used = started.descriptors()
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (used, hard))
     with knock(client, "127.0.0.1", GET + b"\r\n") as tcp:
-        assert busy(started, 1) < 0.3
+        assert started.busy(1) < 0.3
         assert is_open(tcp)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
         tcp.settimeout(20)
         assert tcp.recv(9999).startswith(b"HTTP/1.1 200 ")
-    assert busy(started, 1) < 0.05
+    assert started.busy(1) < 0.05
 
 
 def test_a_log_that_nobody_reads_stops_nothing(started: Daemon) -> None:
@@ -708,11 +697,10 @@ def test_half_a_handshake_keeps_nobody_waiting(
         with contextlib.closing(connection):
             connection.request("GET", "/")
             assert connection.getresponse().status == 200
-        descriptors, threads = descriptors_and_threads(https)
-        assert descriptors <= idle[0] + waker.TLS_CONNECTIONS
-        assert threads == idle[1]
+        assert https.descriptors() <= idle[0] + waker.TLS_CONNECTIONS
+        assert https.threads() == idle[1]
     wait_for(lambda: descriptors_and_threads(https) == idle)
-    assert busy(https, 1) < 0.05
+    assert https.busy(1) < 0.05
 
 
 def test_what_tls_takes_is_bounded(https: Daemon) -> None:
