@@ -333,7 +333,8 @@ DIALECTS: Final = (
         command=SYSTEMD_COMMAND,
         ending=b"\n",
         events=re.compile(
-            r"waker: (?:asks (?P<asks>[ -~\ufffd]+)|opened (?P<opened>[ -~\ufffd]+)"
+            r"(?m)^waker: (?:asks (?P<asks>[ -~\ufffd]+)"
+            r"|opened (?P<opened>[ -~\ufffd]+)"
             r"|rejected (?P<rejected>[ -~\ufffd]+)|(?P<settled>)settled|(?P<idle>)idle"
             r"|(?P<dead>)dead|(?P<foreign>)foreign|(?P<booted>)booted)\n"
         ),

@@ -130,6 +130,13 @@ def systemd(
         yield started
 
 
+@pytest.mark.parametrize("dialect", waker.DIALECTS, ids=lambda row: row.name)
+def test_a_shell_that_repeats_the_command_tells_no_event(
+    dialect: waker.Dialect,
+) -> None:
+    assert not dialect.events.search(f"sh: {dialect.command}: not found\n")
+
+
 def test_systemd_gets_one_line_and_unlocks(tmp_path: Path) -> None:
     with systemd(tmp_path, {"root": PASSPHRASE}) as initrd:
         outcome, steps = unlock(initrd.machine)
