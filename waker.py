@@ -383,7 +383,7 @@ UNLOCK_SECONDS: Final = 90  # room for a slow key derivation on a slow machine
 
 
 class Config(NamedTuple):
-    """All that the user decides, and two figures that only tests change."""
+    """All that the user decides, and figures that only tests change."""
 
     pin: Pin
     mac: Mac
@@ -395,6 +395,8 @@ class Config(NamedTuple):
     machine: Machine
     packet_port: int = 9  # UDP; fixed by the interface
     unlock_seconds: int = UNLOCK_SECONDS
+    packet_seconds: float = 10  # between packets, where a start finds no sign of life
+    start_seconds: float = 600  # for the initrd to come up, and then for the system
 
 
 # ---- Configuration -------------------------------------------------------------------
@@ -838,6 +840,16 @@ def send_magic_packet(config: Config) -> str:
     return f"{source} ({interface_of(source)}{doubt})"
 
 
+def wake(config: Config) -> str:
+    """Send the magic packet, and tell so. Raises: Fault 500."""
+    try:
+        way = send_magic_packet(config)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise Fault(500, f"Failed to send WOL packet: {reason}") from None
+    return f"Magic packet sent to {config.mac} via {way}"
+
+
 # ---- Watching ------------------------------------------------------------------------
 # What is seen of the machine within a second, by connecting to its ports.
 
@@ -993,8 +1005,17 @@ OUTPUT_KEPT: Final = 65536  # characters; no initrd writes so many
 PEER_ERRORS: Final = Exception  # of any kind: paramiko raises what its thread died of
 
 
+def tell_sent(*, sent: bool) -> str:
+    """Tell whether the passphrase has left us."""
+    return f"The passphrase was {'' if sent else 'not '}sent."
+
+
 class Outcome(NamedTuple):
-    """How an unlock ended: `unlocked`, `wrong` or `failed`; whether it was sent."""
+    """How an unlock ended, and whether the passphrase was sent.
+
+    `unlocked`, `wrong` (the passphrase), `early` (nothing asks for it; a moment later
+    something may), or `failed`.
+    """
 
     outcome: str
     sent: bool
@@ -1003,12 +1024,15 @@ class Outcome(NamedTuple):
     @classmethod
     def failed(cls, reason: str, *, sent: bool) -> "Outcome":
         """Tell what went wrong, and whether the passphrase has left."""
-        what = "was sent" if sent else "was not sent"
-        return cls("failed", sent, f"{reason}. The passphrase {what}.")
+        return cls("failed", sent, f"{reason}. {tell_sent(sent=sent)}")
 
 
 class NotUnlocked(Exception):
     """Why the unlock cannot go on."""
+
+
+class NotYet(NotUnlocked):
+    """Why nothing asks for a passphrase so far."""
 
 
 class Progress:
@@ -1038,26 +1062,28 @@ def dial(machine: Machine) -> socket.socket:
     try:
         rows = resolve(machine.host, machine.initrd_port)
     except OSError as error:
-        raise NotUnlocked(f"{machine.host} is unknown: {error.strerror}") from None
-    reason = ""
+        raise NotYet(f"{machine.host} is unknown: {error.strerror}") from None
+    why: NotUnlocked
     for family, address in rows:
         with contextlib.ExitStack() as closing:
             try:
                 tcp = closing.enter_context(open_tcp(family, address, CONNECT_SECONDS))
                 ident = tcp.recv(255, socket.MSG_PEEK)
             except ConnectionRefusedError:
-                reason = f"{where} refuses connections: the initrd's SSH is not there"
+                why = NotYet(
+                    f"{where} refuses connections: the initrd's SSH is not there"
+                )
             except TimeoutError:
-                reason = f"{where} did not answer within {CONNECT_SECONDS} s"
+                why = NotYet(f"{where} did not answer within {CONNECT_SECONDS} s")
             except OSError as error:
-                reason = f"{where} cannot be reached: {error.strerror}"
+                why = NotYet(f"{where} cannot be reached: {error.strerror}")
             else:
                 if ident and b"SSH-".startswith(ident[:4]):
                     notice_loss(tcp)
                     closing.pop_all()
                     return tcp
-                reason = f"{where} does not speak SSH to us"
-    raise NotUnlocked(reason)
+                why = NotUnlocked(f"{where} does not speak SSH to us")
+    raise why
 
 
 def restrict(transport: "paramiko.Transport", machine: Machine) -> None:
@@ -1275,7 +1301,7 @@ def watch_it_go(
     return "lost"
 
 
-def why_not_asked(event: str) -> str:
+def why_not_asked(event: str) -> NotUnlocked:
     """Explain what happened in place of a disk asking for its passphrase."""
     unlocked = "nothing asks for a passphrase: every disk is unlocked already"
     reasons = {
@@ -1293,7 +1319,9 @@ def why_not_asked(event: str) -> str:
         "lost": "the connection was lost before a disk asked for its passphrase",
         "silent": "logged in, but no disk asked for its passphrase in time",
     }
-    return reasons.get(event, "the unlock command ended without asking; try again")
+    reason = reasons.get(event, "the unlock command ended without asking; try again")
+    passing = event in ("idle", "early", "lost", "silent", "ended")
+    return NotYet(reason) if passing else NotUnlocked(reason)
 
 
 def conclude(event: str, disk: str, opened: Sequence[str], warning: str) -> Outcome:
@@ -1334,7 +1362,7 @@ def converse(
     run = Run(transport, machine.dialect)
     event, disk = run.hear(min(deadline, time.monotonic() + ASK_SECONDS))
     if event != "asks":
-        raise NotUnlocked(why_not_asked(event))
+        raise why_not_asked(event)
     while event == "asks" and disk not in opened:
         progress.step("asked")
         progress.step("sent")
@@ -1381,7 +1409,8 @@ def unlock(
         )
         return Outcome.failed(reason, sent=False)
     except NotUnlocked as why:
-        return Outcome.failed(str(why), sent=progress.sent)
+        failed = Outcome.failed(str(why), sent=progress.sent)
+        return failed._replace(outcome="early") if isinstance(why, NotYet) else failed
 
 
 # ---- Unlocking, seen from the daemon -------------------------------------------------
@@ -1389,7 +1418,7 @@ def unlock(
 
 
 class Unlocker:
-    """Runs the process, and believes only what it told."""
+    """Runs the process, for one who claimed it, and believes only what it told."""
 
     def __init__(self, config: Config, environment: Mapping[str, str]) -> None:
         program = [sys.executable, "-W", "ignore", str(Path(__file__).resolve())]
@@ -1398,17 +1427,28 @@ class Unlocker:
         others = {n: v for n, v in environment.items() if not n.startswith("WAKER_")}
         self._environment = others | config.machine.settings()  # the PIN is not in it
         self._busy = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self.cancelled = threading.Event()
+
+    def claim(self) -> None:
+        """Have it for oneself. Raises: Fault 409 while somebody else has."""
+        if not self._busy.acquire(blocking=False):
+            raise Fault(409, "Another unlock or start is running; wait for it to end")
+        self.cancelled.clear()
+
+    def release(self) -> None:
+        """Let others have it."""
+        self._busy.release()
+
+    def cancel(self) -> None:
+        """End the process, now or as soon as it has begun."""
+        self.cancelled.set()
+        child = self._child
+        if child:
+            child.kill()
 
     def run(self, passphrase: Passphrase) -> Outcome:
-        """Do one unlock. Raises: Fault 409 while there is another."""
-        if not self._busy.acquire(blocking=False):
-            raise Fault(409, "Another unlock is running; wait for it to end")
-        try:
-            return self._child(passphrase)
-        finally:
-            self._busy.release()
-
-    def _child(self, passphrase: Passphrase) -> Outcome:
+        """Do one unlock."""
         try:
             child = subprocess.Popen(
                 self._command,
@@ -1420,6 +1460,9 @@ class Unlocker:
         except OSError as error:
             reason = f"the unlocking process cannot start: {error.strerror}"
             return Outcome.failed(reason, sent=False)
+        self._child = child
+        if self.cancelled.is_set():  # before there was anything to kill
+            child.kill()
         with child:
             try:
                 told, _ = child.communicate(passphrase.data, timeout=self._seconds)
@@ -1428,6 +1471,7 @@ class Unlocker:
                 child.kill()
                 told, _ = child.communicate()
                 ending = f"no end was seen within {self._seconds} s"
+        self._child = None
         steps = [json.loads(line) for line in told.splitlines()]
         if steps and "outcome" in steps[-1]:
             return Outcome(**steps[-1])
@@ -1475,6 +1519,174 @@ class Log:
             self._lost = 0 if written else self._lost + 1
 
 
+def describe_bug(error: BaseException) -> str:
+    """Tell the kind and the place, not the text: there might be a secret in it."""
+    place = error.__traceback__
+    while place and place.tb_next:
+        place = place.tb_next
+    where = f"line {place.tb_lineno}" if place else "an unknown line"
+    return f"bug: {type(error).__name__} in {where}"
+
+
+# ---- Starting ------------------------------------------------------------------------
+# Wake, wait, unlock and watch: what a phone asks for with one tap, and may sleep over.
+# The passphrase is kept until it is handed over or not wanted any more, and no longer.
+
+GLANCE_SECONDS: Final = 1  # between two looks at the machine
+KEPT_SECONDS: Final = 3600  # for which is told how the last start ended
+
+
+class Start(NamedTuple):
+    """How far a start is, or how it ended."""
+
+    phase: str  # waking, unlocking, booting; in the end done, failed or cancelled
+    message: str
+    began: float  # monotonic seconds, and so is the end
+    ended: float = math.inf
+
+
+class Ended(Exception):
+    """A start's last phase, and the message that goes with it."""
+
+    def __init__(self, phase: str, message: str) -> None:
+        super().__init__(message)
+        self.phase = phase
+
+
+class Starter:
+    """Runs one start at a time; tells how far it is, or how the last one ended."""
+
+    def __init__(
+        self, config: Config, watcher: Watcher, unlocker: Unlocker, log: Log
+    ) -> None:
+        self._config = config
+        self._watcher = watcher
+        self._unlocker = unlocker
+        self._log = log
+        self._lock = threading.Lock()
+        self._start = Start("", "", -math.inf, -math.inf)
+        self._given: list[Passphrase] = []  # a thread would keep its arguments
+        self._sent = False
+        self._thread = threading.Thread()
+
+    def _tell(self, phase: str, message: str) -> None:
+        with self._lock:
+            known = self._start.message
+            self._start = self._start._replace(phase=phase, message=message)
+        if message != known:
+            self._log.event(f"start: {phase}: {message}")
+
+    def _go_on(self, pause: float) -> None:
+        """Wait, unless the start is cancelled."""
+        if self._unlocker.cancelled.wait(pause):
+            raise Ended("cancelled", f"Cancelled. {tell_sent(sent=self._sent)}")
+
+    def _wake(self, deadline: float) -> None:
+        """Wait for the initrd's SSH; while the machine is silent, wake it."""
+        packet_due, unsent = -math.inf, tell_sent(sent=False)
+        while True:
+            now = time.monotonic()
+            sight = self._watcher.look(now)
+            if sight.system_ssh_open:
+                raise Ended("done", f"The system is up already. {unsent}")
+            if sight.initrd_ssh_open:
+                return
+            if now > deadline:
+                reason = "did not wake: is it plugged in, and Wake-on-LAN switched on?"
+                if sight.reachable:
+                    reason = "is awake, but the SSH of its initrd did not open."
+                raise Ended("failed", f"The machine {reason} {unsent}")
+            if sight.reachable:
+                self._tell("waking", "The machine is awake; its initrd is not ready")
+            elif now >= packet_due:
+                packet_due = now + self._config.packet_seconds
+                try:
+                    self._tell("waking", wake(self._config))
+                except Fault as fault:
+                    raise Ended("failed", f"{fault}. {unsent}") from None
+            self._go_on(GLANCE_SECONDS)
+
+    def _unlock(self, passphrase: Passphrase, deadline: float) -> str:
+        """Hand the passphrase over when a disk asks for it; tell what was unlocked."""
+        while True:
+            self._wake(deadline)
+            self._tell("unlocking", "The SSH of the initrd is open")
+            outcome = self._unlocker.run(passphrase)
+            self._sent = outcome.sent
+            self._go_on(0)
+            if outcome.outcome == "unlocked":
+                return outcome.message
+            if outcome.outcome != "early" or time.monotonic() > deadline:
+                raise Ended("failed", outcome.message)
+            self._tell("waking", outcome.message)
+            self._go_on(GLANCE_SECONDS)
+
+    def _watch(self, unlocked: str, deadline: float) -> None:
+        """Wait for the system, after the disk is unlocked.
+
+        Where one port serves both and does not tell which of them answers, it is the
+        system that answers after the port was closed.
+        """
+        self._tell("booting", unlocked)
+        closed = False
+        while time.monotonic() < deadline:
+            sight = self._watcher.look(time.monotonic())
+            if sight.state == "up" or (closed and sight.state == "unknown"):
+                raise Ended("done", f"{unlocked} The system is up.")
+            closed = closed or not sight.initrd_ssh_open
+            self._go_on(GLANCE_SECONDS)
+        raise Ended("failed", f"{unlocked} But the system was not seen up since.")
+
+    def _run(self) -> None:
+        passphrase = self._given.pop()
+        try:
+            seconds = self._config.start_seconds
+            unlocked = self._unlock(passphrase, time.monotonic() + seconds)
+            del passphrase
+            self._watch(unlocked, time.monotonic() + seconds)
+        except Ended as ended:
+            phase, message = ended.phase, str(ended)
+        except Exception as error:  # noqa: BLE001 - nobody else would tell of a bug
+            phase = "failed"
+            message = f"{describe_bug(error)}. {tell_sent(sent=self._sent)}"
+        self._log.event(f"start: {phase}: {message}")
+        with self._lock:
+            self._start = Start(phase, message, self._start.began, time.monotonic())
+            self._unlocker.release()
+
+    def begin(self, passphrase: Passphrase, now: float) -> None:
+        """Start. Raises: Fault 409 while another start, or an unlock, is running."""
+        with self._lock:
+            self._unlocker.claim()
+            self._start = Start("waking", "Looking for the machine", now)
+            self._given, self._sent = [passphrase], False
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+
+    def cancel(self) -> str:
+        """End it and tell how; the passphrase is forgotten. Raises: Fault 409."""
+        with self._lock:
+            if self._start.ended < math.inf:
+                raise Fault(409, "No start is running")
+            self._unlocker.cancel()
+        self._thread.join()
+        return self._start.message
+
+    def stop(self) -> None:
+        """Cancel a start, if there is one."""
+        with contextlib.suppress(Fault):
+            self.cancel()
+
+    def members(self, now: float) -> dict[str, object] | None:
+        """Write it as the status has it; None where there was no start of late."""
+        with self._lock:
+            phase, message, began, ended = self._start
+        if ended + KEPT_SECONDS < now:
+            return None
+        seconds = max(int(min(now, ended) - began), 0)
+        return {"phase": phase, "message": message, "seconds": seconds}
+
+
 # ---- Handlers ------------------------------------------------------------------------
 # A Request in, a Response out. They know nothing of sockets; who may call them is
 # decided in the routes below.
@@ -1490,6 +1702,7 @@ class App(NamedTuple):
     tokens: Tokens
     watcher: Watcher
     unlocker: Unlocker
+    starter: Starter
 
 
 def make_page(source: bytes) -> Response:
@@ -1538,35 +1751,54 @@ def post_auth(app: App, request: Request) -> Response:
 def get_status(app: App, request: Request) -> Response:
     """Tell what is seen of the machine."""
     sight = app.watcher.look(request.now)
-    return reply({"name": app.config.name} | sight._asdict())
+    start = app.starter.members(request.now)
+    return reply({"name": app.config.name} | sight._asdict() | {"start": start})
 
 
 def post_wol(app: App, request: Request) -> Response:
     """Send the magic packet."""
-    try:
-        way = send_magic_packet(app.config)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise Fault(500, f"Failed to send WOL packet: {reason}") from None
-    message = f"Magic packet sent to {app.config.mac} via {way}"
+    message = wake(app.config)
     app.log.event(message, request.client)
     return reply({"success": True, "message": message})
 
 
-def post_unlock(app: App, request: Request) -> Response:
-    """Hand the passphrase to the machine."""
+def take_passphrase(request: Request) -> Passphrase:
+    """Take the passphrase out of a body. Raises: Fault 400, 413, 415."""
     try:
-        passphrase = Passphrase.parse(text_member(request, "passphrase"))
+        return Passphrase.parse(text_member(request, "passphrase"))
     except ValueError:
         text = "The passphrase must have 1 to 512 bytes and no control character"
         raise Fault(400, text) from None
-    outcome = app.unlocker.run(passphrase)
+
+
+def post_unlock(app: App, request: Request) -> Response:
+    """Hand the passphrase to the machine."""
+    passphrase = take_passphrase(request)
+    app.unlocker.claim()
+    try:
+        outcome = app.unlocker.run(passphrase)
+    finally:
+        app.unlocker.release()
     if outcome.outcome == "wrong":
         raise Fault(400, outcome.message)
     if outcome.outcome != "unlocked":
         raise Fault(500, f"Failed to unlock: {outcome.message}")
     app.log.event(outcome.message, request.client)
     return reply({"success": True, "message": outcome.message})
+
+
+def post_start(app: App, request: Request) -> Response:
+    """Begin to wake and unlock the machine; the status tells how it goes."""
+    app.starter.begin(take_passphrase(request), request.now)
+    app.log.event("start begins", request.client)
+    return reply({"success": True, "message": "Started; the status tells how it goes"})
+
+
+def delete_start(app: App, request: Request) -> Response:
+    """Cancel the start."""
+    message = app.starter.cancel()
+    app.log.event("start is cancelled", request.client)
+    return reply({"success": True, "message": message})
 
 
 # ---- Routes --------------------------------------------------------------------------
@@ -1589,6 +1821,8 @@ ROUTES: Final = (
     Route("GET", "/api/status", get_status),
     Route("POST", "/api/wol", post_wol),
     Route("POST", "/api/unlock", post_unlock),
+    Route("POST", "/api/start", post_start),
+    Route("DELETE", "/api/start", delete_start),
 )
 
 
@@ -1606,15 +1840,6 @@ def dispatch(app: App, request: Request) -> Response:
     if not row.open_to_all and not app.tokens.valid(request.token, request.now):
         raise Fault(401, "Invalid or expired token", ("WWW-Authenticate", "Bearer"))
     return row.handler(app, request)
-
-
-def describe_bug(error: BaseException) -> str:
-    """Tell the kind and the place, not the text: there might be a secret in it."""
-    place = error.__traceback__
-    while place and place.tb_next:
-        place = place.tb_next
-    where = f"line {place.tb_lineno}" if place else "an unknown line"
-    return f"bug: {type(error).__name__} in {where}"
 
 
 def refuse(app: App, fault: Fault, what: str, client: str) -> Response:
@@ -2208,14 +2433,16 @@ def make_app(config: Config, environment: Mapping[str, str], log: Log) -> App:
         raise ConfigError([f"the page {path}: {error.strerror}"]) from None
     except ValueError:
         raise ConfigError([f"the page {path} is not waker's"]) from None
+    watcher, unlocker = Watcher(config.machine), Unlocker(config, environment)
     return App(
         config=config,
         page=page,
         log=log,
         gate=Gate(config.pin),
         tokens=Tokens(),
-        watcher=Watcher(config.machine),
-        unlocker=Unlocker(config, environment),
+        watcher=watcher,
+        unlocker=unlocker,
+        starter=Starter(config, watcher, unlocker, log),
     )
 
 
@@ -2244,7 +2471,7 @@ def make_tls(config: Config) -> ssl.SSLContext | None:
 def serve(app: App) -> int:
     """Run until SIGTERM or ^C; requests that are being answered then still are.
 
-    Raises: ConfigError.
+    A start is cancelled. Raises: ConfigError.
     """
     stop, wake = socket.socketpair()
     wake.settimeout(0)  # as set_wakeup_fd wants it
@@ -2261,6 +2488,7 @@ def serve(app: App) -> int:
             text = f"WAKER_LISTEN {app.config.listen}: {error.strerror}"
             app.log.event(text, level=ERROR)
             return 1
+        stack.callback(app.starter.stop)
         host, port = server.server_address[:2]
         app.log.event(f"waker {__version__} listens on {Listen(str(host), int(port))}")
         server.run(stop)

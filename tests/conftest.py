@@ -148,6 +148,7 @@ def running(config: waker.Config, app: waker.App | None = None) -> Iterator[Clie
         finally:
             signal.send(b"!")
             thread.join()
+            app.starter.stop()
 
 
 @dataclass

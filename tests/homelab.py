@@ -180,7 +180,8 @@ class SshServer:
 class Homelab:
     """The machine. Its folder has our key and the state of its disks.
 
-    `pace` is how long its firmware and its boot take, in seconds each.
+    `pace` is how long its firmware and its boot take, in seconds each; `idents` are the
+    SSH identification strings of its initrd and of its system.
     """
 
     def __init__(
@@ -192,12 +193,14 @@ class Homelab:
         packet_port: int = 0,
         shared_port: bool = False,
         pace: float = 0,
+        idents: tuple[str, str] = (DROPBEAR, OPENSSH),
     ) -> None:
         self.address = address
         self.mac = "52:54:00:12:34:56"
         self.state = folder / "disks.json"
         self.ssh_key = folder / "ssh_key"
         self._pace = pace
+        self._idents = idents
         self._stop = threading.Event()
         self._changed = threading.Condition()
         disks.save(self.state)
@@ -257,7 +260,7 @@ class Homelab:
             SshServer(
                 bind(self.address, self.initrd_port),
                 self._initrd_key,
-                DROPBEAR,
+                self._idents[0],
                 authorized=self._authorized,
                 state=self.state,
             )
@@ -271,7 +274,7 @@ class Homelab:
         self._enter("booting")
         self._stop.wait(self._pace)
         listener = bind(self.address, self.system_port)
-        with contextlib.closing(SshServer(listener, self._system_key, OPENSSH)):
+        with contextlib.closing(SshServer(listener, self._system_key, self._idents[1])):
             self._enter("up")
             self._stop.wait()
 

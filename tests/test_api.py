@@ -28,6 +28,8 @@ def test_the_routes_are_those_of_the_interface() -> None:
         ("GET", "/api/status", False),
         ("POST", "/api/wol", False),
         ("POST", "/api/unlock", False),
+        ("POST", "/api/start", False),
+        ("DELETE", "/api/start", False),
     }
 
 
@@ -153,7 +155,9 @@ def test_a_token_that_has_expired_is_refused(config: waker.Config) -> None:
     assert told.value.status == 401
 
 
-@pytest.mark.parametrize("row", PROTECTED, ids=[row.path for row in PROTECTED])
+@pytest.mark.parametrize(
+    "row", PROTECTED, ids=[f"{row.method} {row.path}" for row in PROTECTED]
+)
 @pytest.mark.parametrize(
     "authorization",
     [
@@ -192,6 +196,7 @@ def test_the_status_has_the_promised_fields(owner: Client) -> None:
         "reachable": False,
         "initrd_ssh_open": False,
         "system_ssh_open": False,
+        "start": None,
     }
 
 
@@ -273,6 +278,7 @@ def test_another_path_is_not_found(api: Client, method: str, path: str) -> None:
         ("POST", "/api/status", "GET, HEAD"),
         ("GET", "/api/wol", "POST"),
         ("PUT", "/api/unlock", "POST"),
+        ("GET", "/api/start", "DELETE, POST"),
         ("OPTIONS", "/api/unlock", "POST"),
         ("BREW", "/api/wol", "POST"),
     ],
@@ -343,7 +349,7 @@ def test_two_unlocks_at_once_are_one_too_many(owner: Client) -> None:
     assert sorted(answer.status for answer in answers) == [409, 409, 500]
     for answer in answers:
         if answer.status == 409:
-            assert answer.error == "Another unlock is running; wait for it to end"
+            assert answer.error.startswith("Another unlock or start is running")
 
 
 def test_a_bug_is_told_without_its_text(config: waker.Config) -> None:

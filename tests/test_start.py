@@ -1,0 +1,372 @@
+"""A start, from the tap to the system: what it does, tells, and forgets."""
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import PASSPHRASE, Client, daemon, running
+from cryptroot_unlock import Disks
+from homelab import Homelab, bind, new_key, public_line
+from ssh_servers import paramiko_server
+from test_daemon import MAC, children, wait_for, wait_for_child
+
+import waker
+
+BODY = {"passphrase": PASSPHRASE}
+ENDS = ("done", "failed", "cancelled")
+NOT_SENT = "The passphrase was not sent."
+
+
+def start(client: Client, passphrase: str = PASSPHRASE) -> None:
+    answer = client.call("POST", "/api/start", {"passphrase": passphrase})
+    assert answer.status == 200, answer.body
+    assert answer.json.keys() == {"success", "message"}
+    assert answer.json["success"] is True
+
+
+def told(client: Client) -> Any:
+    return client.call("GET", "/api/status").json["start"]
+
+
+def wait_until(client: Client, *phases: str) -> str:
+    """Wait for a phase; returns its message."""
+
+    def there() -> str:
+        now = told(client)
+        if now["phase"] in ENDS and now["phase"] not in phases:
+            raise AssertionError(now)
+        return str(now["message"]) if now["phase"] in phases else ""
+
+    return wait_for(there)
+
+
+def passphrases() -> list[object]:
+    """Find every passphrase in the memory of this process."""
+    return [found for found in gc.get_objects() if type(found) is waker.Passphrase]
+
+
+@pytest.fixture
+def initrd(tmp_path: Path) -> Iterator[Any]:
+    """Starts a machine that waits for its passphrase; yields a client and the initrd.
+
+    After the unlock nothing boots.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def begin(disks: Disks, start_seconds: float = 600) -> tuple[Client, Any]:
+            folder = tmp_path / "initrd"
+            folder.mkdir()
+            server = stack.enter_context(paramiko_server(folder, disks))
+            settings = {"WAKER_PIN": "123456"} | MAC | server.machine().settings()
+            config = waker.read_config(waker.Reader(settings), tmp_path)
+            config = config._replace(start_seconds=start_seconds)
+            return stack.enter_context(running(config)).log_in("123456"), server
+
+        yield begin
+
+
+def test_a_machine_that_is_off_is_woken_and_unlocked_and_seen_up(
+    owner: Client, lab: Homelab
+) -> None:
+    assert told(owner) is None
+    start(owner)
+    seen = [told(owner)["phase"]]
+    while seen[-1] not in ENDS:
+        seen += [told(owner)["phase"]] if told(owner)["phase"] != seen[-1] else []
+    assert seen == ["waking", "unlocking", "booting", "done"]
+    status = owner.call("GET", "/api/status").json
+    assert status["state"] == "up"
+    assert status["start"]["message"] == "Unlocked: cryptroot. The system is up."
+    assert status["start"].keys() == {"phase", "message", "seconds"}
+    assert Disks.load(lab.state).received == [PASSPHRASE.encode().hex()]
+
+
+def test_a_machine_that_is_up_is_left_alone(owner: Client, lab: Homelab) -> None:
+    start(owner)
+    wait_until(owner, "done")
+    sent = list(lab.packets)
+    start(owner, "another")
+    assert wait_until(owner, "done") == f"The system is up already. {NOT_SENT}"
+    assert lab.packets == sent
+    assert len(Disks.load(lab.state).received) == 1
+
+
+def test_a_machine_that_waits_already_is_not_woken(owner: Client, lab: Homelab) -> None:
+    owner.call("POST", "/api/wol")
+    lab.wait_for("locked")
+    sent = list(lab.packets)
+    start(owner)
+    wait_until(owner, "done")
+    assert lab.packets == sent
+
+
+def test_a_wrong_passphrase_fails_and_a_right_one_goes_on(
+    owner: Client, lab: Homelab
+) -> None:
+    start(owner, "wrong")
+    assert wait_until(owner, "failed") == "Wrong passphrase for disk cryptroot."
+    start(owner)
+    wait_until(owner, "done")
+
+
+def test_a_machine_that_stays_silent_is_woken_again_and_again(
+    config: waker.Config, lab: Homelab
+) -> None:
+    mac = waker.Mac.parse("52:54:00:00:00:99")
+    config = config._replace(mac=mac, packet_seconds=0.1, start_seconds=4)
+    with running(config) as client:
+        start(client.log_in())
+        reason = "The machine did not wake: is it plugged in, and Wake-on-LAN switched"
+        assert wait_until(client, "failed") == f"{reason} on? {NOT_SENT}"
+        assert told(client)["seconds"] in (4, 5, 6)
+    assert len(lab.packets) >= 6
+    assert set(lab.packets) == {waker.magic_packet(mac)}
+
+
+def test_a_machine_that_is_awake_gets_no_packet(
+    config: waker.Config, lab: Homelab
+) -> None:
+    with bind("127.0.0.1", 0) as one, bind("127.0.0.1", 0) as other:  # they refuse
+        machine = config.machine._replace(
+            initrd_port=one.getsockname()[1], system_port=other.getsockname()[1]
+        )
+        with running(config._replace(machine=machine, start_seconds=1)) as client:
+            start(client.log_in())
+            message = wait_until(client, "failed")
+    assert "is awake, but the SSH of its initrd did not open" in message
+    assert lab.packets == []
+
+
+def test_what_keeps_the_packet_from_leaving_is_told(config: waker.Config) -> None:
+    # UDP's port 0 is no destination.
+    with running(config._replace(packet_port=0)) as client:
+        start(client.log_in())
+        message = wait_until(client, "failed")
+    assert message.startswith("Failed to send WOL packet: ")
+    assert message.endswith(NOT_SENT)
+
+
+def test_an_initrd_that_is_not_that_far_yet_is_asked_again(initrd: Any) -> None:
+    client, server = initrd(Disks({"d": PASSPHRASE}, early=True), start_seconds=5)
+    start(client)
+    wait_for(lambda: "not that far yet" in told(client)["message"])
+    assert server.received() == []
+    Disks({"d": PASSPHRASE}).save(server.state)
+    assert wait_until(client, "booting") == "Unlocked: d."
+    assert len(server.received()) == 1
+
+
+def test_an_initrd_that_never_gets_that_far_is_told(initrd: Any) -> None:
+    client, _ = initrd(Disks({"d": PASSPHRASE}, early=True), start_seconds=1)
+    start(client)
+    message = wait_until(client, "failed")
+    assert message.startswith("the initrd is not that far yet")
+    assert message.endswith(NOT_SENT)
+
+
+def test_another_host_key_ends_a_start(owner: Client, tmp_path: Path) -> None:
+    assert owner.app
+    machine = owner.app.config.machine
+    other = waker.HostKey.parse(public_line(new_key()))
+    config = owner.app.config._replace(machine=machine._replace(host_keys=(other,)))
+    with running(config) as client:
+        start(client.log_in())
+        message = wait_until(client, "failed")
+    assert message.startswith("the host key differs: ")
+    assert message.endswith(NOT_SENT)
+
+
+def test_a_system_that_is_not_seen_up_is_told(initrd: Any) -> None:
+    client, _ = initrd(Disks({"d": PASSPHRASE}), start_seconds=2)
+    start(client)
+    message = "Unlocked: d. But the system was not seen up since."
+    assert wait_until(client, "failed") == message
+
+
+def test_where_one_port_does_not_tell_it_is_the_system_that_comes_after_the_initrd(
+    tmp_path: Path,
+) -> None:
+    disks, same = Disks({"d": PASSPHRASE}), ("SSH-2.0-same", "SSH-2.0-same")
+    lab = Homelab(tmp_path, disks=disks, shared_port=True, pace=2, idents=same)
+    with contextlib.closing(lab):
+        reader = waker.Reader({"WAKER_PIN": "123456"} | lab.settings())
+        config = waker.read_config(reader, tmp_path)
+        config = config._replace(packet_port=lab.packet_port)
+        with running(config) as client:
+            start(client.log_in("123456"))
+            assert wait_until(client, "done") == "Unlocked: d. The system is up."
+            assert lab.phase == "up"
+            assert client.call("GET", "/api/status").json["state"] == "unknown"
+
+
+def test_one_runs_at_a_time(owner: Client, lab: Homelab) -> None:
+    owner.call("POST", "/api/wol")
+    lab.wait_for("locked")
+    Disks({"cryptroot": PASSPHRASE}, slow=2).save(lab.state)
+    answers = []
+    unlock = threading.Thread(
+        target=lambda: answers.append(owner.call("POST", "/api/unlock", BODY))
+    )
+    unlock.start()
+    wait_for(lambda: Disks.load(lab.state).received)
+    busy = "Another unlock or start is running; wait for it to end"
+    assert owner.call("POST", "/api/start", BODY).error == busy
+    assert owner.call("DELETE", "/api/start").status == 409
+    unlock.join()
+    assert answers[0].status == 200
+
+
+def test_neither_another_start_nor_an_unlock_runs_beside_a_start(owner: Client) -> None:
+    start(owner)
+    for path in ("/api/start", "/api/unlock"):
+        answer = owner.call("POST", path, BODY)
+        assert answer.status == 409
+        assert answer.error.startswith("Another unlock or start is running")
+    wait_until(owner, "done")
+
+
+@pytest.mark.parametrize("passphrase", ["", "a\nb", "x" * 513])
+def test_a_passphrase_that_is_none_starts_nothing(
+    owner: Client, passphrase: str
+) -> None:
+    answer = owner.call("POST", "/api/start", {"passphrase": passphrase})
+    assert answer.status == 400
+    assert told(owner) is None
+
+
+def test_without_a_start_there_is_nothing_to_cancel(owner: Client) -> None:
+    answer = owner.call("DELETE", "/api/start")
+    assert (answer.status, answer.error) == (409, "No start is running")
+
+
+def cancel(client: Client) -> str:
+    """Cancel; returns what the start tells from then on."""
+    answer = client.call("DELETE", "/api/start")
+    assert answer.status == 200, answer.body
+    now = told(client)
+    assert now["phase"] == "cancelled"
+    assert answer.json == {"success": True, "message": now["message"]}
+    return str(now["message"])
+
+
+def test_a_start_that_is_cancelled_while_it_wakes_sends_nothing_more(
+    config: waker.Config, lab: Homelab
+) -> None:
+    config = config._replace(mac=waker.Mac(b"\0" * 6), packet_seconds=0)
+    with running(config) as client:
+        start(client.log_in())
+        wait_for(lambda: lab.packets)
+        assert cancel(client) == f"Cancelled. {NOT_SENT}"
+        assert passphrases() == []
+        start(client)  # which shows that nothing of the first one is left
+        wait_until(client, "waking")
+        cancel(client)
+
+
+def test_a_start_that_is_cancelled_before_the_disk_asks_sends_nothing(
+    initrd: Any,
+) -> None:
+    client, server = initrd(Disks({"d": PASSPHRASE}, mute=True))
+    start(client)
+    wait_until(client, "unlocking")
+    child = wait_for_child(os.getpid())
+    assert cancel(client) == f"Cancelled. {NOT_SENT}"
+    assert not Path(f"/proc/{child}").exists()
+    assert server.received() == []
+    assert passphrases() == []
+
+
+def test_a_start_that_is_cancelled_after_sending_says_so(initrd: Any) -> None:
+    client, server = initrd(Disks({"d": PASSPHRASE}, slow=9))
+    start(client)
+    wait_for(server.received)
+    assert cancel(client) == "Cancelled. The passphrase was sent."
+    assert children(os.getpid()) == []
+
+
+def test_a_start_that_is_cancelled_while_the_system_boots_says_so(initrd: Any) -> None:
+    client, _ = initrd(Disks({"d": PASSPHRASE}))
+    start(client)
+    wait_until(client, "booting")
+    assert passphrases() == []  # it was needed no longer
+    assert cancel(client) == "Cancelled. The passphrase was sent."
+
+
+def test_the_passphrase_of_a_start_that_fails_is_forgotten(initrd: Any) -> None:
+    client, _ = initrd(Disks({"d": "another"}), start_seconds=2)
+    start(client)
+    wait_until(client, "failed")
+    assert passphrases() == []
+
+
+def test_a_bug_ends_a_start_and_the_next_one_can_begin(owner: Client) -> None:
+    assert owner.app
+    mended, owner.app.starter._config = owner.app.starter._config, None  # type: ignore[assignment]
+    start(owner)
+    answer = wait_until(owner, "failed")
+    assert answer.startswith("bug: AttributeError in line ")
+    owner.app.starter._config = mended
+    start(owner)
+    wait_until(owner, "done")
+
+
+def test_the_seconds_stand_still_at_the_end_and_are_told_for_an_hour(
+    owner: Client,
+) -> None:
+    start(owner)
+    wait_until(owner, "done")
+    assert owner.app
+    starter = owner.app.starter
+    began, ended = starter._start[2:]
+    for later in (0.0, 100.0, waker.KEPT_SECONDS - 0.1):
+        now = starter.members(ended + later)
+        assert now
+        assert now["seconds"] == int(ended - began)
+    assert starter.members(ended + waker.KEPT_SECONDS + 0.1) is None
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_cancels_a_start(tmp_path: Path, end: signal.Signals) -> None:
+    with paramiko_server(tmp_path, Disks({"d": "p"}, mute=True)) as initrd:
+        with daemon(initrd.machine().settings() | MAC) as started:
+            start(started.client.log_in())
+            child = wait_for_child(started.process.pid)
+            started.process.send_signal(end)
+            assert started.process.wait(10) == 0
+            assert not Path(f"/proc/{child}").exists()
+            started.stop()
+    assert started.log[-1].endswith(f"start: cancelled: Cancelled. {NOT_SENT}")
+    assert initrd.received() == []
+
+
+def test_the_log_tells_who_began_it_and_how_it_went(tmp_path: Path) -> None:
+    with paramiko_server(tmp_path, Disks({"d": PASSPHRASE})) as initrd:
+        with daemon(initrd.machine().settings() | MAC) as started:
+            start(started.client.log_in())
+            wait_until(started.client, "booting")
+            cancel(started.client)
+            started.stop()
+    log = "\n".join(started.log)
+    for line in (
+        "ip=127.0.0.1 start begins",
+        "start: unlocking: The SSH of the initrd is open",
+        "start: booting: Unlocked: d.",
+        "start: cancelled: Cancelled. The passphrase was sent.",
+    ):
+        assert line in log
+    assert PASSPHRASE not in log
+
+
+def test_two_clients_see_the_same_start(owner: Client) -> None:
+    other = Client(owner.port).log_in()
+    start(owner)
+    phases = {told(client)["phase"] for client in (owner, other)}
+    assert len(phases) == 1
+    wait_until(other, "done")
+    assert told(owner) == told(other)
