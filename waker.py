@@ -1697,6 +1697,7 @@ class App(NamedTuple):
 
     config: Config
     page: Response
+    icon: Response
     log: Log
     gate: Gate
     tokens: Tokens
@@ -1718,21 +1719,34 @@ def make_page(source: bytes) -> Response:
     policy = (
         f"default-src 'none'; script-src {hash_of(b'script')};"
         f" style-src {hash_of(b'style')}; connect-src 'self'; img-src 'self' data:;"
-        " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
-        " require-trusted-types-for 'script'"
+        " manifest-src data:; base-uri 'none'; form-action 'none';"
+        " frame-ancestors 'none'; require-trusted-types-for 'script'"
     )
     headers = (
         ("Content-Security-Policy", policy),
         ("Referrer-Policy", "no-referrer"),
-        ("Cross-Origin-Opener-Policy", "same-origin"),
         ("Cross-Origin-Resource-Policy", "same-origin"),
     )
     return Response(HTTPStatus.OK, source, "text/html; charset=utf-8", headers)
 
 
+def make_icon(source: bytes) -> Response:
+    """Take the icon out of the page: an iPhone asks for it by its own name.
+
+    Raises: ValueError unless there is one.
+    """
+    (data,) = re.findall(rb"data:image/png;base64,([\w+/=]+)", source)
+    return Response(HTTPStatus.OK, base64.b64decode(data), "image/png")
+
+
 def get_page(app: App, _: Request) -> Response:
     """Serve the page."""
     return app.page
+
+
+def get_icon(app: App, _: Request) -> Response:
+    """Serve the icon for a home screen."""
+    return app.icon
 
 
 def post_auth(app: App, request: Request) -> Response:
@@ -1817,6 +1831,7 @@ class Route(NamedTuple):
 
 ROUTES: Final = (
     Route("GET", "/", get_page, open_to_all=True),
+    Route("GET", "/apple-touch-icon.png", get_icon, open_to_all=True),
     Route("POST", "/api/auth", post_auth, open_to_all=True),
     Route("GET", "/api/status", get_status),
     Route("POST", "/api/wol", post_wol),
@@ -2428,7 +2443,8 @@ def make_app(config: Config, environment: Mapping[str, str], log: Log) -> App:
     """Put the parts together. Raises: ConfigError for a page that is not right."""
     path = Path(__file__).resolve().with_name("ui.html")
     try:
-        page = make_page(path.read_bytes())
+        source = path.read_bytes()
+        page, icon = make_page(source), make_icon(source)
     except OSError as error:
         raise ConfigError([f"the page {path}: {error.strerror}"]) from None
     except ValueError:
@@ -2437,6 +2453,7 @@ def make_app(config: Config, environment: Mapping[str, str], log: Log) -> App:
     return App(
         config=config,
         page=page,
+        icon=icon,
         log=log,
         gate=Gate(config.pin),
         tokens=Tokens(),

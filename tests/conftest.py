@@ -134,9 +134,11 @@ class Client:
 
 
 @contextlib.contextmanager
-def running(config: waker.Config, app: waker.App | None = None) -> Iterator[Client]:
-    """Run the daemon in this process, on a free port."""
-    config = config._replace(listen=waker.Listen("127.0.0.1", 0))
+def running(
+    config: waker.Config, app: waker.App | None = None, port: int = 0
+) -> Iterator[Client]:
+    """Run the daemon in this process; port 0 is any free one."""
+    config = config._replace(listen=waker.Listen("127.0.0.1", port))
     stop, signal = socket.socketpair()
     app = app or waker.make_app(config, os.environ, waker.Log(None))
     app = app._replace(config=config)

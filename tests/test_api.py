@@ -24,6 +24,7 @@ def test_the_routes_are_those_of_the_interface() -> None:
     rows = {(row.method, row.path, row.open_to_all) for row in waker.ROUTES}
     assert rows == {
         ("GET", "/", True),
+        ("GET", "/apple-touch-icon.png", True),
         ("POST", "/api/auth", True),
         ("GET", "/api/status", False),
         ("POST", "/api/wol", False),
