@@ -34,6 +34,9 @@ test-vm: $(VENV)/done ## real machines with encrypted disks, in QEMU; wants root
 test-paramiko: $(VENV)/done ## the unlock tests alone, with PARAMIKO=2.12.0 for example
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_unlock.py
 
+screenshots: $(VENV)/done ## the page in every state, to tests/screenshots/
+	$(BIN)/python tests/screenshots.py
+
 lint: $(VENV)/done ## ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -50,4 +53,4 @@ $(VENV)/done: tests/requirements.txt
 	$(if $(PARAMIKO),$(BIN)/pip install --quiet paramiko==$(PARAMIKO))
 	touch $@
 
-.PHONY: help demo run test fuzz siege test-vm test-paramiko lint clean
+.PHONY: help demo run test fuzz siege screenshots test-vm test-paramiko lint clean
