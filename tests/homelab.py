@@ -238,7 +238,7 @@ class Homelab:
     def wait_for(self, phase: str) -> None:
         """Wait until the machine is in a phase: off, booting, locked or up."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self.phase == phase, 10):
+            if not self._changed.wait_for(lambda: self.phase == phase, 60):
                 raise TimeoutError(f"it is {self.phase}, not {phase}")
 
     def _sleep_until_packet(self) -> None:

@@ -39,7 +39,7 @@ def children(pid: int) -> list[int]:
 
 def wait_for(condition: Callable[[], T]) -> T:
     """Wait until there is something; returns it."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         found = condition()
         if found:

@@ -282,6 +282,19 @@ def test_a_start_that_is_cancelled_before_the_disk_asks_sends_nothing(
     assert passphrases() == []
 
 
+def test_what_is_cancelled_before_its_process_begins_sends_nothing(
+    initrd: Any,
+) -> None:
+    client, server = initrd(Disks({"d": PASSPHRASE}))
+    unlocker = client.app.unlocker
+    unlocker.claim()
+    unlocker.cancel()
+    outcome = unlocker.run(waker.Passphrase.parse(PASSPHRASE))
+    unlocker.release()
+    assert outcome.message.endswith(NOT_SENT)
+    assert server.received() == []
+
+
 def test_a_start_that_is_cancelled_after_sending_says_so(initrd: Any) -> None:
     client, server = initrd(Disks({"d": PASSPHRASE}, slow=9))
     start(client)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from conftest import Answer, Client, daemon, need
 from guests import ROUTER, Guest
@@ -170,6 +171,18 @@ class Owner:
             assert time.monotonic() - began < seconds, f"it is {seen}, never {state}"
             time.sleep(0.2)
         return time.monotonic() - began
+
+    def wait_for_start(self, seconds: float = 180) -> Any:
+        """Wait until a start has ended; returns what is told of it."""
+        deadline = time.monotonic() + seconds
+        while (told := self.call("GET", "/api/status").json["start"])["phase"] in (
+            "waking",
+            "unlocking",
+            "booting",
+        ):
+            assert time.monotonic() < deadline, told
+            time.sleep(0.2)
+        return told
 
     def unlock(self, passphrase: str) -> tuple[int, str]:
         """Returns the status, and the message or the error."""
