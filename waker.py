@@ -296,6 +296,7 @@ done
 printf 'waker: asks %s\n' "${new#, }"
 IFS= read -r passphrase || exit 1
 while find_verdict && find_prompts && [ $((count += 1)) -lt 400 ]; do
+    printf '\n' || exit 1 # nobody listens any more: forget the passphrase
     [ "$again" ] && say rejected "${again#, }"
     if [ "$new" ]; then
         while printf '%s\n' "$passphrase"; do :; done 2>/dev/null |
@@ -997,6 +998,7 @@ CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
 LOST_SECONDS: Final = 10  # without a sign of life from the machine's kernel: it is gone
 HANDSHAKE_SECONDS: Final = 10  # key exchange, and login: slow boxes take one or two
 ASK_SECONDS: Final = 60  # for the first disk to ask; an emulated machine took 30
+END_SECONDS: Final = 3  # for a command to end that told its verdict: it does at once
 NEXT_SECONDS: Final = 15  # for another disk to ask, after one was unlocked
 MARGIN_SECONDS: Final = 5  # for the outcome to be told before we are killed
 CONFIRM_SECONDS: Final = 45  # for a machine that was lost to be seen up: a usual boot
@@ -1013,8 +1015,13 @@ def tell_sent(*, sent: bool) -> str:
 class Outcome(NamedTuple):
     """How an unlock ended, and whether the passphrase was sent.
 
-    `unlocked`, `wrong` (the passphrase), `early` (nothing asks for it; a moment later
-    something may), or `failed`.
+    - unlocked: the machine said so, or was seen to go on
+    - wrong: the passphrase is
+    - early: nothing asks for it so far; a moment later something may
+    - open: nothing asks for it, all disks are open already
+    - up: nothing asks for it, the system is up already
+    - unconfirmed: it was sent, and no verdict came
+    - failed: anything else
     """
 
     outcome: str
@@ -1022,17 +1029,17 @@ class Outcome(NamedTuple):
     message: str
 
     @classmethod
-    def failed(cls, reason: str, *, sent: bool) -> "Outcome":
+    def failed(cls, reason: str, *, sent: bool, outcome: str = "failed") -> "Outcome":
         """Tell what went wrong, and whether the passphrase has left."""
-        return cls("failed", sent, f"{reason}. {tell_sent(sent=sent)}")
+        return cls(outcome, sent, f"{reason}. {tell_sent(sent=sent)}")
 
 
 class NotUnlocked(Exception):
-    """Why the unlock cannot go on."""
+    """Why the unlock cannot go on, and which outcome that is."""
 
-
-class NotYet(NotUnlocked):
-    """Why nothing asks for a passphrase so far."""
+    def __init__(self, reason: str, outcome: str = "failed") -> None:
+        super().__init__(reason)
+        self.outcome = outcome
 
 
 class Progress:
@@ -1062,28 +1069,27 @@ def dial(machine: Machine) -> socket.socket:
     try:
         rows = resolve(machine.host, machine.initrd_port)
     except OSError as error:
-        raise NotYet(f"{machine.host} is unknown: {error.strerror}") from None
-    why: NotUnlocked
+        reason = f"{machine.host} is unknown: {error.strerror}"
+        raise NotUnlocked(reason, "early") from None
+    reason = ""
     for family, address in rows:
         with contextlib.ExitStack() as closing:
             try:
                 tcp = closing.enter_context(open_tcp(family, address, CONNECT_SECONDS))
                 ident = tcp.recv(255, socket.MSG_PEEK)
             except ConnectionRefusedError:
-                why = NotYet(
-                    f"{where} refuses connections: the initrd's SSH is not there"
-                )
+                reason = f"{where} refuses connections: the initrd's SSH is not there"
             except TimeoutError:
-                why = NotYet(f"{where} did not answer within {CONNECT_SECONDS} s")
+                reason = f"{where} did not answer within {CONNECT_SECONDS} s"
             except OSError as error:
-                why = NotYet(f"{where} cannot be reached: {error.strerror}")
+                reason = f"{where} cannot be reached: {error.strerror}"
             else:
                 if ident and b"SSH-".startswith(ident[:4]):
                     notice_loss(tcp)
                     closing.pop_all()
                     return tcp
-                why = NotUnlocked(f"{where} does not speak SSH to us")
-    raise why
+                reason = f"{where} does not speak SSH to us"
+    raise NotUnlocked(reason, "early")
 
 
 def restrict(transport: "paramiko.Transport", machine: Machine) -> None:
@@ -1120,10 +1126,11 @@ def verify(transport: "paramiko.Transport", machine: Machine) -> None:
         kinds = " or ".join(key.kind for key in machine.host_keys)
         raise NotUnlocked(
             "the connection broke off in the key exchange; dropbear does that, too, if"
-            f" it has no host key of the pinned type {kinds}"
+            f" it has no host key of the pinned type {kinds}",
+            "early",
         ) from None
     if not transport.initial_kex_done:  # then start_client only got tired of waiting
-        raise NotUnlocked("the SSH server fell silent in the key exchange")
+        raise NotUnlocked("the SSH server fell silent in the key exchange", "early")
     seen = transport.get_remote_server_key().asbytes()
     if seen not in [key.blob for key in machine.host_keys]:
         pins = " or ".join(fingerprint(key.blob) for key in machine.host_keys)
@@ -1157,9 +1164,11 @@ def log_in(transport: "paramiko.Transport", machine: Machine) -> None:
         transport.auth_publickey(machine.user, key)
     except PEER_ERRORS as error:
         if not transport.is_active():
-            raise NotUnlocked("the connection broke off in the login") from None
+            reason = "the connection broke off in the login"
+            raise NotUnlocked(reason, "early") from None
         if "timeout" in str(error):
-            raise NotUnlocked("the SSH server fell silent in the login") from None
+            reason = "the SSH server fell silent in the login"
+            raise NotUnlocked(reason, "early") from None
     if not transport.is_authenticated():
         raise NotUnlocked(
             f"the initrd refused our key {fingerprint(key.asbytes())} for user"
@@ -1249,6 +1258,14 @@ class Run:
                 event = "lost" if time.monotonic() < deadline else "silent"
         return event, disk
 
+    def wait_for_end(self) -> None:
+        """Let the command end, before another one begins.
+
+        Dropbear would sometimes end a channel that was opened when it does.
+        """
+        if self._channel:
+            self._channel.status_event.wait(END_SECONDS)
+
 
 def outwait(
     transport: "paramiko.Transport", dialect: Dialect, disk: str, deadline: float
@@ -1319,9 +1336,10 @@ def why_not_asked(event: str) -> NotUnlocked:
         "lost": "the connection was lost before a disk asked for its passphrase",
         "silent": "logged in, but no disk asked for its passphrase in time",
     }
+    outcomes = {"done": "open", "settled": "open", "booted": "up"}
+    outcomes |= dict.fromkeys(("foreign", "dead", "missing", "refused"), "failed")
     reason = reasons.get(event, "the unlock command ended without asking; try again")
-    passing = event in ("idle", "early", "lost", "silent", "ended")
-    return NotYet(reason) if passing else NotUnlocked(reason)
+    return NotUnlocked(reason, outcomes.get(event, "early"))
 
 
 def conclude(event: str, disk: str, opened: Sequence[str], warning: str) -> Outcome:
@@ -1346,7 +1364,9 @@ def conclude(event: str, disk: str, opened: Sequence[str], warning: str) -> Outc
         " be booting, or have lost its power",
     }
     reason = reasons.get(event, f"no verdict on disk {disk} came")
-    return Outcome.failed(reason + others, sent=True)
+    known = event in ("dead", "again", "another")
+    outcome = "failed" if known else "unconfirmed"
+    return Outcome.failed(reason + others, sent=True, outcome=outcome)
 
 
 def converse(
@@ -1377,10 +1397,9 @@ def converse(
             opened.append(disk)
         elif event == "opened":
             opened.append(named or disk)
-            until = min(deadline, time.monotonic() + NEXT_SECONDS)
-            run.hear(until)  # its end, or dropbear might end the next one with it
+            run.wait_for_end()
             run = Run(transport, machine.dialect)
-            event, named = run.hear(until)
+            event, named = run.hear(min(deadline, time.monotonic() + NEXT_SECONDS))
         else:
             return conclude(event, named or disk, opened, machine.dialect.warning)
         disk = named
@@ -1409,8 +1428,7 @@ def unlock(
         )
         return Outcome.failed(reason, sent=False)
     except NotUnlocked as why:
-        failed = Outcome.failed(str(why), sent=progress.sent)
-        return failed._replace(outcome="early") if isinstance(why, NotYet) else failed
+        return Outcome.failed(str(why), sent=progress.sent, outcome=why.outcome)
 
 
 # ---- Unlocking, seen from the daemon -------------------------------------------------
@@ -1471,11 +1489,14 @@ class Unlocker:
                 child.kill()
                 told, _ = child.communicate()
                 ending = f"no end was seen within {self._seconds} s"
-        self._child = None
+            finally:
+                self._child = None
         steps = [json.loads(line) for line in told.splitlines()]
         if steps and "outcome" in steps[-1]:
             return Outcome(**steps[-1])
-        return Outcome.failed(ending, sent={"step": "sent"} in steps)
+        if {"step": "sent"} in steps:
+            return Outcome.failed(ending, sent=True, outcome="unconfirmed")
+        return Outcome.failed(ending, sent=False)
 
 
 # ---- Log -----------------------------------------------------------------------------
@@ -1524,8 +1545,10 @@ def describe_bug(error: BaseException) -> str:
     place = error.__traceback__
     while place and place.tb_next:
         place = place.tb_next
-    where = f"line {place.tb_lineno}" if place else "an unknown line"
-    return f"bug: {type(error).__name__} in {where}"
+    if not place:
+        return f"bug: {type(error).__name__}"
+    file = Path(place.tb_frame.f_code.co_filename).name
+    return f"bug: {type(error).__name__} in line {place.tb_lineno} of {file}"
 
 
 # ---- Starting ------------------------------------------------------------------------
@@ -1533,6 +1556,12 @@ def describe_bug(error: BaseException) -> str:
 # The passphrase is kept until it is handed over or not wanted any more, and no longer.
 
 GLANCE_SECONDS: Final = 1  # between two looks at the machine
+RETRY_SECONDS: Final = 5  # between two unlocks, where nothing asked so far
+EARLY_SECONDS: Final = 120  # for which that is not given up
+GONE: Final = 2  # looks in a row that find a port closed: one might have been lost
+CANCEL_SECONDS: Final = (
+    2  # for a start to end; only a name that is looked up takes more
+)
 KEPT_SECONDS: Final = 3600  # for which is told how the last start ended
 
 
@@ -1544,6 +1573,13 @@ class Start(NamedTuple):
     began: float  # monotonic seconds, and so is the end
     ended: float = math.inf
 
+    def members(self, now: float) -> dict[str, object] | None:
+        """Write it as the status has it; None if it ended long ago."""
+        if self.ended + KEPT_SECONDS < now:
+            return None
+        seconds = max(int(min(now, self.ended) - self.began), 0)
+        return {"phase": self.phase, "message": self.message, "seconds": seconds}
+
 
 class Ended(Exception):
     """A start's last phase, and the message that goes with it."""
@@ -1551,6 +1587,14 @@ class Ended(Exception):
     def __init__(self, phase: str, message: str) -> None:
         super().__init__(message)
         self.phase = phase
+
+
+class Job:
+    """A start that was begun: its thread, and how far it is."""
+
+    def __init__(self, thread: threading.Thread, now: float) -> None:
+        self.thread = thread
+        self.start = Start("waking", "Looking for the machine", now)
 
 
 class Starter:
@@ -1564,127 +1608,147 @@ class Starter:
         self._unlocker = unlocker
         self._log = log
         self._lock = threading.Lock()
-        self._start = Start("", "", -math.inf, -math.inf)
-        self._given: list[Passphrase] = []  # a thread would keep its arguments
-        self._sent = False
-        self._thread = threading.Thread()
+        self._job: Job | None = None  # the running one, or the last
 
-    def _tell(self, phase: str, message: str) -> None:
-        with self._lock:
-            known = self._start.message
-            self._start = self._start._replace(phase=phase, message=message)
-        if message != known:
+    def _tell(self, job: Job, phase: str, message: str) -> None:
+        known, job.start = job.start, job.start._replace(phase=phase, message=message)
+        if known != job.start:
             self._log.event(f"start: {phase}: {message}")
 
-    def _go_on(self, pause: float) -> None:
+    def _go_on(self, pause: float, *, sent: bool) -> None:
         """Wait, unless the start is cancelled."""
         if self._unlocker.cancelled.wait(pause):
-            raise Ended("cancelled", f"Cancelled. {tell_sent(sent=self._sent)}")
+            raise Ended("cancelled", f"Cancelled. {tell_sent(sent=sent)}")
 
-    def _wake(self, deadline: float) -> None:
+    def _wake(self, job: Job, deadline: float) -> None:
         """Wait for the initrd's SSH; while the machine is silent, wake it."""
-        packet_due, unsent = -math.inf, tell_sent(sent=False)
+        packet_due, awake, unsent = -math.inf, False, tell_sent(sent=False)
         while True:
             now = time.monotonic()
             sight = self._watcher.look(now)
+            self._go_on(0, sent=False)
+            awake = awake or sight.reachable
             if sight.system_ssh_open:
                 raise Ended("done", f"The system is up already. {unsent}")
             if sight.initrd_ssh_open:
                 return
             if now > deadline:
                 reason = "did not wake: is it plugged in, and Wake-on-LAN switched on?"
-                if sight.reachable:
-                    reason = "is awake, but the SSH of its initrd did not open."
+                if awake:
+                    reason = "was awake, but the SSH of its initrd is not open."
                 raise Ended("failed", f"The machine {reason} {unsent}")
             if sight.reachable:
-                self._tell("waking", "The machine is awake; its initrd is not ready")
+                self._tell(
+                    job, "waking", "The machine is awake; its initrd is not ready"
+                )
             elif now >= packet_due:
-                packet_due = now + self._config.packet_seconds
                 try:
-                    self._tell("waking", wake(self._config))
+                    self._tell(job, "waking", wake(self._config))
                 except Fault as fault:
-                    raise Ended("failed", f"{fault}. {unsent}") from None
-            self._go_on(GLANCE_SECONDS)
+                    if packet_due < 0:  # later, a waking machine may break its link
+                        raise Ended("failed", f"{fault}. {unsent}") from None
+                    self._tell(job, "waking", f"{fault}; trying again")
+                packet_due = now + self._config.packet_seconds
+            self._go_on(GLANCE_SECONDS, sent=False)
 
-    def _unlock(self, passphrase: Passphrase, deadline: float) -> str:
-        """Hand the passphrase over when a disk asks for it; tell what was unlocked."""
+    def _unlock(self, job: Job, passphrase: Passphrase, deadline: float) -> Outcome:
+        """Hand the passphrase over when a disk asks for it."""
+        message, patience = "The SSH of the initrd is open", math.inf
         while True:
-            self._wake(deadline)
-            self._tell("unlocking", "The SSH of the initrd is open")
+            self._wake(job, deadline)
+            self._tell(job, "unlocking", message)
             outcome = self._unlocker.run(passphrase)
-            self._sent = outcome.sent
-            self._go_on(0)
-            if outcome.outcome == "unlocked":
-                return outcome.message
-            if outcome.outcome != "early" or time.monotonic() > deadline:
-                raise Ended("failed", outcome.message)
-            self._tell("waking", outcome.message)
-            self._go_on(GLANCE_SECONDS)
+            self._go_on(0, sent=outcome.sent)
+            now = time.monotonic()
+            patience = min(patience, now + EARLY_SECONDS)
+            if outcome.outcome != "early" or now > min(patience, deadline):
+                return outcome
+            message = outcome.message
+            self._tell(job, "unlocking", message)
+            self._go_on(RETRY_SECONDS, sent=False)
 
-    def _watch(self, unlocked: str, deadline: float) -> None:
-        """Wait for the system, after the disk is unlocked.
+    def _watch(self, job: Job, outcome: Outcome, deadline: float) -> str:
+        """Wait for the system, after the disk is unlocked; tell what is seen.
 
-        Where one port serves both and does not tell which of them answers, it is the
-        system that answers after the port was closed.
+        Where one port serves both and does not tell which of them answers, most likely
+        it is the system that answers after the port was closed.
         """
-        self._tell("booting", unlocked)
-        closed = False
+        self._tell(job, "booting", outcome.message)
+        closed = 0
         while time.monotonic() < deadline:
             sight = self._watcher.look(time.monotonic())
-            if sight.state == "up" or (closed and sight.state == "unknown"):
-                raise Ended("done", f"{unlocked} The system is up.")
-            closed = closed or not sight.initrd_ssh_open
-            self._go_on(GLANCE_SECONDS)
-        raise Ended("failed", f"{unlocked} But the system was not seen up since.")
+            if sight.state == "up":
+                return "The system is up."
+            if sight.state == "unknown" and closed >= GONE:
+                return "SSH was gone and answers again, most likely the system's."
+            closed = 0 if sight.initrd_ssh_open else closed + 1
+            self._go_on(GLANCE_SECONDS, sent=outcome.sent)
+        raise Ended("failed", f"{outcome.message} The system was not seen up since.")
 
-    def _run(self) -> None:
-        passphrase = self._given.pop()
+    def _go(self, job: Job, given: list[Passphrase]) -> str:
+        """Do it all; tell how it ended well. Raises: Ended."""
+        seconds = self._config.start_seconds
+        passphrase = given.pop()  # or the thread would keep it, in its arguments
+        outcome = self._unlock(job, passphrase, time.monotonic() + seconds)
+        del passphrase
+        if outcome.outcome == "up":
+            return f"The system is up already. {tell_sent(sent=False)}"
+        if outcome.outcome not in ("unlocked", "open", "unconfirmed"):
+            raise Ended("failed", outcome.message)
+        seen = self._watch(job, outcome, time.monotonic() + seconds)
+        if outcome.outcome == "unlocked":
+            return f"{outcome.message} {seen}"
+        return f"{seen} {tell_sent(sent=outcome.sent)}"
+
+    def _run(self, given: list[Passphrase]) -> None:
+        job = cast("Job", self._job)
         try:
-            seconds = self._config.start_seconds
-            unlocked = self._unlock(passphrase, time.monotonic() + seconds)
-            del passphrase
-            self._watch(unlocked, time.monotonic() + seconds)
+            phase, message = "done", self._go(job, given)
         except Ended as ended:
             phase, message = ended.phase, str(ended)
         except Exception as error:  # noqa: BLE001 - nobody else would tell of a bug
             phase = "failed"
-            message = f"{describe_bug(error)}. {tell_sent(sent=self._sent)}"
-        self._log.event(f"start: {phase}: {message}")
+            message = f"{describe_bug(error)}. The passphrase may have been sent."
+        self._tell(job, phase, message)
         with self._lock:
-            self._start = Start(phase, message, self._start.began, time.monotonic())
+            job.start = job.start._replace(ended=time.monotonic())
             self._unlocker.release()
 
     def begin(self, passphrase: Passphrase, now: float) -> None:
-        """Start. Raises: Fault 409 while another start, or an unlock, is running."""
+        """Start. Raises: Fault 409 while another start or unlock is running; 503."""
+        thread = threading.Thread(target=self._run, args=([passphrase],), daemon=True)
         with self._lock:
             self._unlocker.claim()
-            self._start = Start("waking", "Looking for the machine", now)
-            self._given, self._sent = [passphrase], False
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._thread.start()
+            known, self._job = self._job, Job(thread, now)
+            try:
+                thread.start()
+            except RuntimeError:
+                self._job = known
+                self._unlocker.release()
+                raise Fault(503, "The system has no room for another thread") from None
 
     def cancel(self) -> str:
         """End it and tell how; the passphrase is forgotten. Raises: Fault 409."""
         with self._lock:
-            if self._start.ended < math.inf:
+            job = self._job
+            if not job or job.start.ended < math.inf:
                 raise Fault(409, "No start is running")
             self._unlocker.cancel()
-        self._thread.join()
-        return self._start.message
+        job.thread.join(CANCEL_SECONDS)
+        if job.thread.is_alive():
+            return "Cancelling; the status will tell whether the passphrase was sent"
+        return job.start.message
 
     def stop(self) -> None:
-        """Cancel a start, if there is one."""
-        with contextlib.suppress(Fault):
-            self.cancel()
+        """Cancel a start, if there is one, and let no other begin."""
+        for step in (self.cancel, self._unlocker.claim):
+            with contextlib.suppress(Fault):
+                step()
 
     def members(self, now: float) -> dict[str, object] | None:
-        """Write it as the status has it; None where there was no start of late."""
+        """Tell it as the status has it; None where there was no start of late."""
         with self._lock:
-            phase, message, began, ended = self._start
-        if ended + KEPT_SECONDS < now:
-            return None
-        seconds = max(int(min(now, ended) - began), 0)
-        return {"phase": phase, "message": message, "seconds": seconds}
+            return self._job.start.members(now) if self._job else None
 
 
 # ---- Handlers ------------------------------------------------------------------------
@@ -1803,15 +1867,16 @@ def post_unlock(app: App, request: Request) -> Response:
 
 def post_start(app: App, request: Request) -> Response:
     """Begin to wake and unlock the machine; the status tells how it goes."""
-    app.starter.begin(take_passphrase(request), request.now)
-    app.log.event("start begins", request.client)
+    passphrase = take_passphrase(request)
+    app.log.event("wants a start", request.client)
+    app.starter.begin(passphrase, request.now)
     return reply({"success": True, "message": "Started; the status tells how it goes"})
 
 
 def delete_start(app: App, request: Request) -> Response:
     """Cancel the start."""
+    app.log.event("wants the start cancelled", request.client)
     message = app.starter.cancel()
-    app.log.event("start is cancelled", request.client)
     return reply({"success": True, "message": message})
 
 
@@ -2193,13 +2258,21 @@ class Server(http.server.HTTPServer):
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         socketserver.TCPServer.server_bind(self)
 
+    def _reply(self, connection: Connection) -> None:
+        """Answer a whole request."""
+        request = (connection.buffer[: connection.size], connection.tcp)
+        shell = Shell(self._app, request, (connection.peer, 0), self)
+        connection.buffer = shell.answer
+
     def _work(self) -> None:
-        """Answer whole requests: what the workers do, and all that they do."""
+        """Answer whole requests: what the workers do, and all that they do.
+
+        While they wait for one, nothing of the last one is kept: it may be a secret.
+        """
         while connection := self._whole.get():
-            request = (connection.buffer[: connection.size], connection.tcp)
-            shell = Shell(self._app, request, (connection.peer, 0), self)
-            connection.buffer = shell.answer
+            self._reply(connection)
             self._answered.put(connection)
+            del connection
             with contextlib.suppress(OSError):  # it was rung enough, or nobody hears it
                 self._clapper.send(b"!")
 
@@ -2490,13 +2563,13 @@ def serve(app: App) -> int:
 
     A start is cancelled. Raises: ConfigError.
     """
-    stop, wake = socket.socketpair()
-    wake.settimeout(0)  # as set_wakeup_fd wants it
+    stop, signalled = socket.socketpair()
+    signalled.settimeout(0)  # as set_wakeup_fd wants it
     with contextlib.ExitStack() as stack:
         stack.enter_context(stop)
-        stack.enter_context(wake)
+        stack.enter_context(signalled)
         # Through this socket a signal can't be missed, whichever thread it hits.
-        signal.set_wakeup_fd(wake.fileno())
+        signal.set_wakeup_fd(signalled.fileno())
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         try:

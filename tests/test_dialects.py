@@ -6,6 +6,8 @@ shells. The scripts in `initrds` do what is left: disks that open and that do no
 
 import contextlib
 import shlex
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -13,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import PASSPHRASE, need
+from conftest import PASSPHRASE, PROGRAM, environment, need
 from homelab import bind, new_key, public_line
 from ssh_servers import free_port, prepare_sshd, process
+from test_daemon import wait_for
 from test_unlock import STEPS, unlock
 
 import waker
@@ -190,6 +193,24 @@ def test_systemd_answers_a_disk_that_asks_later(tmp_path: Path) -> None:
         outcome, steps = unlock(initrd.machine)
         assert outcome == waker.Outcome("unlocked", True, "Unlocked: root, home.")
         assert steps == STEPS
+
+
+def test_systemd_is_given_nothing_more_when_waker_has_gone(tmp_path: Path) -> None:
+    keys = dict.fromkeys(("root", "home"), PASSPHRASE)
+    with systemd(tmp_path, keys, pause=3) as initrd:
+        with subprocess.Popen(
+            [sys.executable, PROGRAM, "unlock"],
+            env=environment(initrd.machine.settings()),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+        ) as child:
+            assert child.stdin
+            child.stdin.write(PASSPHRASE.encode())
+            child.stdin.close()
+            wait_for(initrd.tried)
+            child.kill()
+        time.sleep(4)  # in which the other disk asks
+        assert initrd.tried() == [f"root {PASSPHRASE}"]
 
 
 def test_systemd_names_the_disk_that_wants_another_passphrase(tmp_path: Path) -> None:

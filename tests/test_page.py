@@ -572,7 +572,7 @@ def test_a_system_that_does_not_come_up_is_told(tmp_path: Path, phone: Phone) ->
         config = waker.read_config(waker.Reader(settings), tmp_path)
         with running(config._replace(start_seconds=2)) as client:
             phone.open(client).give_pin().start()
-            phone.reads("Unlocked: d. But the system was not seen up since.")
+            phone.reads("Unlocked: d. The system was not seen up since.")
 
 
 def status(phase: str = "", state: str = "off", message: str = "m") -> dict[str, Any]:

@@ -4,7 +4,10 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,8 +50,19 @@ def wait_until(client: Client, *phases: str) -> str:
 
 
 def passphrases() -> list[object]:
-    """Find every passphrase in the memory of this process."""
-    return [found for found in gc.get_objects() if type(found) is waker.Passphrase]
+    """Find what keeps the passphrase in the daemon, which runs in this process."""
+    found: list[object] = [
+        one
+        for one in gc.get_objects()
+        if type(one) is waker.Passphrase
+        or (type(one) is waker.Request and PASSPHRASE[:7].encode() in (one.body or b""))
+    ]
+    for frame in sys._current_frames().values():
+        for place, _ in traceback.walk_stack(frame):
+            if place.f_code.co_filename == waker.__file__:
+                values = place.f_locals.values()
+                found += [one for one in values if PASSPHRASE[:7] in str(one)]
+    return found
 
 
 @pytest.fixture
@@ -78,8 +92,11 @@ def test_a_machine_that_is_off_is_woken_and_unlocked_and_seen_up(
     start(owner)
     seen = [told(owner)["phase"]]
     while seen[-1] not in ENDS:
-        seen += [told(owner)["phase"]] if told(owner)["phase"] != seen[-1] else []
-    assert seen == ["waking", "unlocking", "booting", "done"]
+        phase = told(owner)["phase"]
+        seen += [phase] if phase != seen[-1] else []
+    order = ["waking", "unlocking", "booting", "done"]
+    assert seen == [phase for phase in order if phase in seen]  # one may be too short
+    assert (seen[0], seen[-1]) == ("waking", "done")
     status = owner.call("GET", "/api/status").json
     assert status["state"] == "up"
     assert status["start"]["message"] == "Unlocked: cryptroot. The system is up."
@@ -139,7 +156,7 @@ def test_a_machine_that_is_awake_gets_no_packet(
         with running(config._replace(machine=machine, start_seconds=1)) as client:
             start(client.log_in())
             message = wait_until(client, "failed")
-    assert "is awake, but the SSH of its initrd did not open" in message
+    assert "was awake, but the SSH of its initrd is not open" in message
     assert lab.packets == []
 
 
@@ -170,6 +187,61 @@ def test_an_initrd_that_never_gets_that_far_is_told(initrd: Any) -> None:
     assert message.endswith(NOT_SENT)
 
 
+def test_a_disk_that_was_unlocked_by_another_is_watched(initrd: Any) -> None:
+    client, _ = initrd(Disks({}), start_seconds=2)
+    start(client)
+    told = "nothing asks for a passphrase: every disk is unlocked already"
+    assert wait_until(client, "booting") == f"{told}. {NOT_SENT}"
+    message = wait_until(client, "failed")
+    assert message == f"{told}. {NOT_SENT} The system was not seen up since."
+
+
+def test_an_unlock_without_a_verdict_is_watched(initrd: Any) -> None:
+    client, server = initrd(Disks({"d": PASSPHRASE}, slow=9))
+    start(client)
+    wait_for(server.received)
+    os.kill(wait_for_child(os.getpid()), signal.SIGKILL)
+    told = "the unlocking process ended with status -9. The passphrase was sent."
+    assert wait_until(client, "booting") == told
+    assert cancel(client) == "Cancelled. The passphrase was sent."
+
+
+def test_a_connection_that_breaks_off_is_tried_again(tmp_path: Path) -> None:
+    """As one does in an initrd that is about to configure its network."""
+    with paramiko_server(tmp_path, Disks({"d": PASSPHRASE})) as initrd:
+        with bind("127.0.0.1", 0) as broken, bind("127.0.0.1", 0) as closed:
+            broken.listen()
+            broken.settimeout(0.2)
+            machine = initrd.machine()._replace(
+                initrd_port=broken.getsockname()[1], system_port=closed.getsockname()[1]
+            )
+            settings = {"WAKER_PIN": "123456"} | MAC | machine.settings()
+            config = waker.read_config(waker.Reader(settings), tmp_path)
+            with running(config) as client:
+                start(client.log_in("123456"))
+                ends = time.monotonic() + 60
+                while "does not speak SSH" not in told(client)["message"]:
+                    assert time.monotonic() < ends
+                    with contextlib.suppress(TimeoutError):
+                        broken.accept()[0].close()
+                assert told(client)["phase"] == "unlocking"
+                cancel(client)
+
+
+def test_a_start_that_finds_no_thread_leaves_room_for_the_next_one(
+    owner: Client,
+) -> None:
+    usual = threading.stack_size(1 << 46)  # bytes, which nobody has
+    try:
+        answer = owner.call("POST", "/api/start", BODY)
+    finally:
+        threading.stack_size(usual)
+    assert (answer.status, told(owner)) == (503, None)
+    assert owner.call("DELETE", "/api/start").status == 409
+    start(owner)
+    wait_until(owner, "done")
+
+
 def test_another_host_key_ends_a_start(owner: Client, tmp_path: Path) -> None:
     assert owner.app
     machine = owner.app.config.machine
@@ -185,7 +257,7 @@ def test_another_host_key_ends_a_start(owner: Client, tmp_path: Path) -> None:
 def test_a_system_that_is_not_seen_up_is_told(initrd: Any) -> None:
     client, _ = initrd(Disks({"d": PASSPHRASE}), start_seconds=2)
     start(client)
-    message = "Unlocked: d. But the system was not seen up since."
+    message = "Unlocked: d. The system was not seen up since."
     assert wait_until(client, "failed") == message
 
 
@@ -193,14 +265,15 @@ def test_where_one_port_does_not_tell_it_is_the_system_that_comes_after_the_init
     tmp_path: Path,
 ) -> None:
     disks, same = Disks({"d": PASSPHRASE}), ("SSH-2.0-same", "SSH-2.0-same")
-    lab = Homelab(tmp_path, disks=disks, shared_port=True, pace=2, idents=same)
+    lab = Homelab(tmp_path, disks=disks, shared_port=True, pace=5, idents=same)
     with contextlib.closing(lab):
         reader = waker.Reader({"WAKER_PIN": "123456"} | lab.settings())
         config = waker.read_config(reader, tmp_path)
         config = config._replace(packet_port=lab.packet_port)
         with running(config) as client:
             start(client.log_in("123456"))
-            assert wait_until(client, "done") == "Unlocked: d. The system is up."
+            seen = "SSH was gone and answers again, most likely the system's."
+            assert wait_until(client, "done") == f"Unlocked: d. {seen}"
             assert lab.phase == "up"
             assert client.call("GET", "/api/status").json["state"] == "unknown"
 
@@ -306,8 +379,9 @@ def test_a_start_that_is_cancelled_after_sending_says_so(initrd: Any) -> None:
 def test_a_start_that_is_cancelled_while_the_system_boots_says_so(initrd: Any) -> None:
     client, _ = initrd(Disks({"d": PASSPHRASE}))
     start(client)
-    wait_until(client, "booting")
-    assert passphrases() == []  # it was needed no longer
+    starter = client.app.starter
+    wait_for(lambda: starter._job.start.phase == "booting")
+    assert passphrases() == []  # no later request has taken its place in a worker
     assert cancel(client) == "Cancelled. The passphrase was sent."
 
 
@@ -324,6 +398,7 @@ def test_a_bug_ends_a_start_and_the_next_one_can_begin(owner: Client) -> None:
     start(owner)
     answer = wait_until(owner, "failed")
     assert answer.startswith("bug: AttributeError in line ")
+    assert " of waker.py. The passphrase may have been sent." in answer
     owner.app.starter._config = mended
     start(owner)
     wait_until(owner, "done")
@@ -336,7 +411,8 @@ def test_the_seconds_stand_still_at_the_end_and_are_told_for_an_hour(
     wait_until(owner, "done")
     assert owner.app
     starter = owner.app.starter
-    began, ended = starter._start[2:]
+    assert starter._job
+    began, ended = starter._job.start[2:]
     for later in (0.0, 100.0, waker.KEPT_SECONDS - 0.1):
         now = starter.members(ended + later)
         assert now
@@ -367,7 +443,8 @@ def test_the_log_tells_who_began_it_and_how_it_went(tmp_path: Path) -> None:
             started.stop()
     log = "\n".join(started.log)
     for line in (
-        "ip=127.0.0.1 start begins",
+        "ip=127.0.0.1 wants a start",
+        "ip=127.0.0.1 wants the start cancelled",
         "start: unlocking: The SSH of the initrd is open",
         "start: booting: Unlocked: d.",
         "start: cancelled: Cancelled. The passphrase was sent.",
