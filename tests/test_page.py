@@ -9,7 +9,7 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from playwright.sync_api import (
     sync_playwright,
 )
 from ssh_servers import paramiko_server
-from test_daemon import MAC
+from test_daemon import MAC, wait_for
 
 import waker
 
@@ -155,6 +155,40 @@ def expire(client: Client) -> None:
         client.app.tokens._ends[digest] = 0
 
 
+@contextlib.contextmanager
+def proxy(client: Client, prefix: str, lost: Sequence[str] = ()) -> Iterator[Client]:
+    """Forward what is below a path, as a reverse proxy does; lose some answers."""
+
+    class Forward(http.server.BaseHTTPRequestHandler):
+        def forward(self) -> None:
+            if not self.path.startswith(prefix):
+                self.send_error(404)
+                return
+            length = int(self.headers.get("Content-Length", 0))
+            connection = http.client.HTTPConnection(client.host, client.port)
+            path = self.path.removeprefix(prefix)
+            body = self.rfile.read(length)
+            connection.request(self.command, f"/{path}", body, dict(self.headers))
+            answer = connection.getresponse()
+            if path in lost:
+                return
+            self.send_response(answer.status)
+            for name, value in answer.getheaders():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(answer.read())
+
+        do_GET = do_POST = do_DELETE = forward  # noqa: N815 - names of the base class
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Forward) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield Client(server.server_port)
+        server.shutdown()
+
+
 def test_pin_passphrase_and_one_tap_bring_the_machine_up(
     slow: Client, phone: Phone
 ) -> None:
@@ -201,11 +235,13 @@ def test_what_happens_is_announced(slow: Client, phone: Phone) -> None:
                 .observe(live, {childList: true, characterData: true, subtree: true});
         }"""
     )
-    phone.give_pin().start().sees("up").reads("It took")
+    phone.give_pin().sees("ready").start().sees("up").reads("It took")
     told = phone.page.evaluate("told")
     assert [text for text, _ in itertools.groupby(told)] == told
-    assert told[0] == "Off: nothing answers"
-    assert told[-2:] == ["Booting", "Up and running"]
+    assert told[:3] == ["Checking…", "Looking…", "Off: nothing answers"]
+    assert "Booting" in told
+    assert told[-1].startswith("Unlocked: cryptroot. The system is up. It took 0:")
+    assert told[-1].endswith(" Up and running")
 
 
 def test_a_wrong_pin_is_told_and_can_be_typed_again(api: Client, phone: Phone) -> None:
@@ -245,23 +281,36 @@ def test_a_token_that_has_expired_when_it_is_needed_loses_nothing(
 ) -> None:
     phone.open(owner).give_pin().sees("ready")
     phone.page.get_by_label("Passphrase of the disk").fill(PASSPHRASE)
-    phone.page.route("**/api/status", lambda route: route.abort())
-    phone.reads("waker does not answer")  # so no poll tells of it before the tap
     expire(owner)
+    phone.reads("Your 15 minutes are over").sees("ready")
     phone.page.locator("#start").click()
     phone.sees("pin").reads("Your PIN again, please")
-    phone.page.unroute("**/api/status")
     phone.give_pin().sees("up")
 
 
-def test_a_passphrase_that_is_being_typed_outlives_the_token(
+def test_a_token_that_expires_while_nothing_is_typed_is_asked_for(
     owner: Client, phone: Phone
 ) -> None:
     phone.open(owner).give_pin().sees("ready")
-    phone.page.get_by_label("Passphrase of the disk").fill(PASSPHRASE)
     expire(owner)
     phone.sees("pin").give_pin().sees("ready")
-    assert phone.page.locator("#passphrase").input_value() == PASSPHRASE
+
+
+def test_an_unlock_goes_on_while_the_pin_is_asked_for(
+    owner: Client, lab: Homelab, phone: Phone
+) -> None:
+    owner.call("POST", "/api/wol")
+    lab.wait_for("locked")
+    Disks({"cryptroot": PASSPHRASE}, slow=2).save(lab.state)
+    phone.open(owner).give_pin().reads("Waiting for the passphrase")
+    phone.page.get_by_text("One step at a time").click()
+    phone.page.get_by_label("Passphrase of the disk").fill("wrong")
+    phone.page.get_by_role("button", name="Unlock only").click()
+    wait_for(lambda: Disks.load(lab.state).received)
+    phone.page.get_by_label("Passphrase of the disk").fill("")
+    expire(owner)
+    phone.sees("pin").give_pin().sees("ready").reads("Wrong passphrase for disk")
+    assert phone.focus() == "passphrase"
 
 
 def test_a_reload_shows_the_start_that_is_going_on(slow: Client, phone: Phone) -> None:
@@ -278,7 +327,9 @@ def test_a_daemon_that_is_restarted_is_found_again(
         phone.open(client).give_pin().start().sees("running")
     phone.reads("waker does not answer. Trying again…")
     with running(configure(slow_lab, tmp_path), port=client.port):
-        phone.sees("pin").give_pin().sees("ready").start().sees("up")
+        phone.sees("pin").give_pin().sees("ready")
+        phone.reads("Waker was restarted, and the start has ended with that.")
+        phone.start().sees("up")
 
 
 def test_a_network_that_is_lost_is_told_and_recovers_by_itself(
@@ -291,6 +342,81 @@ def test_a_network_that_is_lost_is_told_and_recovers_by_itself(
     assert phone.page.locator("#passphrase").input_value() == PASSPHRASE
     phone.page.context.set_offline(False)
     phone.reads("Off: nothing answers")
+
+
+def test_a_network_that_is_lost_at_the_pin_is_told_and_looked_for(
+    api: Client, phone: Phone
+) -> None:
+    phone.open(api).sees("pin").page.context.set_offline(True)
+    phone.give_pin().reads("Waker does not answer. Trying again…")
+    phone.page.context.set_offline(False)
+    phone.reads("Waker did not answer").give_pin().sees("ready")
+    assert len(api.attempts()) == 1  # what did not arrive is no attempt
+
+
+def slow_down(phone: Phone, milliseconds: int) -> None:
+    """Let everything take that long on its way to the phone."""
+    cdp = phone.page.context.new_cdp_session(phone.page)
+    cdp.send("Network.enable")
+    conditions = {"downloadThroughput": -1, "uploadThroughput": -1, "offline": False}
+    conditions["latency"] = milliseconds
+    cdp.send("Network.emulateNetworkConditions", conditions)
+
+
+def test_on_a_slow_network_what_is_done_is_shown_until_it_is_seen(
+    slow: Client, phone: Phone
+) -> None:
+    phone.open(slow)
+    slow_down(phone, 1500)
+    phone.give_pin().sees("looking").reads("Looking…").sees("ready").start()
+    button = phone.page.locator("#start")
+    expect(button).to_have_attribute("aria-disabled", "true")
+    wait_for(lambda: slow.app and slow.app.starter.members(0))  # it has arrived
+    phone.reads("Starting…")
+    button.click(force=True)  # once more: that does nothing
+    expect(button).to_have_attribute("aria-disabled", "true")
+    phone.sees("running")
+    assert [url for url in phone.requests if url.endswith("/start")][1:] == []
+    phone.page.get_by_role("button", name="Cancel").click()
+    phone.sees("ready").reads("Cancelled.")
+
+
+def test_a_network_that_takes_very_long_is_told(api: Client, phone: Phone) -> None:
+    phone.open(api).give_pin().sees("ready")
+    slow_down(phone, 7000)
+    phone.reads("waker is slow to answer…").reads("Off: nothing answers")
+
+
+def test_an_answer_that_is_lost_does_not_lose_the_start(
+    slow: Client, phone: Phone
+) -> None:
+    lost: list[str] = ["api/start"]
+    with proxy(slow, "/", lost) as outside:
+        phone.open(outside).give_pin().sees("ready").start()
+        phone.sees("running")  # though nobody told so
+        expect(phone.page.locator("#message")).to_be_empty()
+        lost.clear()
+        phone.page.get_by_role("button", name="Cancel").click()
+        phone.sees("ready").reads("Cancelled.")
+        phone.page.goto("about:blank")
+
+
+def test_an_old_failure_is_told_as_an_old_one(slow: Client, phone: Phone) -> None:
+    slow.log_in().call("POST", "/api/start", {"passphrase": "wrong"})
+    wait_for(lambda: slow.call("GET", "/api/status").json["start"]["phase"] == "failed")
+    phone.open(slow).give_pin()
+    phone.reads("Last time: Wrong passphrase for disk cryptroot. Type it once more.")
+
+
+def test_where_one_port_does_not_tell_the_end_of_a_start_is_told_all_the_same(
+    tmp_path: Path, phone: Phone
+) -> None:
+    disks, same = Disks({"d": PASSPHRASE}), ("SSH-2.0-same", "SSH-2.0-same")
+    lab = Homelab(tmp_path, disks=disks, shared_port=True, pace=5, idents=same)
+    with contextlib.closing(lab), running(configure(lab, tmp_path)) as client:
+        phone.open(client).give_pin().start().sees("running")
+        phone.reads("Unlocked: d. SSH was gone and answers again, most likely")
+        phone.reads("SSH answers: initrd or system")
 
 
 def test_a_machine_that_is_up_needs_nothing(
@@ -365,7 +491,10 @@ def test_a_page_that_is_not_seen_asks_for_nothing(
     """In a browser without Playwright's defaults, by which a page is always seen."""
     command = [need("chromium"), "--headless", "--no-sandbox"]
     command += ["--remote-debugging-port=0", f"--user-data-dir={tmp_path}/profile"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with contextlib.ExitStack() as stack:
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        stack.enter_context(process)
+        stack.callback(process.kill)
         assert process.stderr
         (address,) = itertools.islice(
             (line.split()[-1] for line in process.stderr if "ws://" in line), 1
@@ -381,39 +510,6 @@ def test_a_page_that_is_not_seen_asks_for_nothing(
         assert len(phone.requests) == count
         phone.page.bring_to_front()
         phone.page.wait_for_event("request")
-        process.terminate()
-
-
-@contextlib.contextmanager
-def proxy(client: Client, prefix: str) -> Iterator[Client]:
-    """Forward what is below a path, as a reverse proxy does."""
-
-    class Forward(http.server.BaseHTTPRequestHandler):
-        def forward(self) -> None:
-            if not self.path.startswith(prefix):
-                self.send_error(404)
-                return
-            length = int(self.headers.get("Content-Length", 0))
-            connection = http.client.HTTPConnection(client.host, client.port)
-            path = self.path.removeprefix(prefix)
-            body = self.rfile.read(length)
-            connection.request(self.command, f"/{path}", body, dict(self.headers))
-            answer = connection.getresponse()
-            self.send_response(answer.status)
-            for name, value in answer.getheaders():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(answer.read())
-
-        do_GET = do_POST = do_DELETE = forward  # noqa: N815 - names of the base class
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Forward) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield Client(server.server_port)
-        server.shutdown()
 
 
 def test_below_a_path_of_a_reverse_proxy_it_works_as_well(
@@ -485,7 +581,8 @@ def test_the_browser_keeps_no_secret(slow: Client, phone: Phone) -> None:
     kept = phone.page.evaluate(
         "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])"
     )
-    assert set(re.findall(r"waker / (\w+)", kept)) == {"digits", "warned", "seconds"}
+    names = {"digits", "warned", "fromOff", "seconds"}
+    assert set(re.findall(r"waker / (\w+)", kept)) == names
     assert PIN not in kept
     assert PASSPHRASE not in kept
     values = "[...document.querySelectorAll('input:not([hidden])')].map((i) => i.value)"
@@ -572,7 +669,7 @@ def test_a_system_that_does_not_come_up_is_told(tmp_path: Path, phone: Phone) ->
         config = waker.read_config(waker.Reader(settings), tmp_path)
         with running(config._replace(start_seconds=2)) as client:
             phone.open(client).give_pin().start()
-            phone.reads("Unlocked: d. The system was not seen up since.")
+            phone.reads("Unlocked: d. The system was not seen up since. Give it some")
 
 
 def status(phase: str = "", state: str = "off", message: str = "m") -> dict[str, Any]:
@@ -592,6 +689,7 @@ def status(phase: str = "", state: str = "off", message: str = "m") -> dict[str,
         ("buttonText", [status(state="booting")], "Wake and unlock"),
         ("buttonText", [status(state="locked")], "Unlock"),
         ("buttonText", [status(state="unknown")], "Unlock"),
+        ("viewOf", [None], "looking"),
         ("viewOf", [status()], "ready"),
         ("viewOf", [status(state="unknown")], "ready"),
         ("viewOf", [status(state="up")], "up"),
@@ -603,17 +701,33 @@ def status(phase: str = "", state: str = "off", message: str = "m") -> dict[str,
         ("stepOf", [status("waking", "booting")], 1),
         ("stepOf", [status("unlocking", "locked")], 2),
         ("stepOf", [status("booting", "off")], 3),
-        ("outcomeOf", [status()], {"kind": "", "text": ""}),
+        ("bad", ["m"], {"kind": "bad", "text": "M"}),
+        (
+            "bad",
+            ["Failed to unlock: the host key differs: x."],
+            {
+                "kind": "bad",
+                "text": "Failed to unlock: the host key differs: x."
+                " Do not try again before you know why.",
+            },
+        ),
+        ("outcomeOf", [status(), True], {}),
         (
             "outcomeOf",
-            [status("done", "up", "Done.")],
+            [status("done", "up", "Done."), True],
             {"kind": "good", "text": "Done. It took 1:34."},
         ),
-        ("outcomeOf", [status("done", "off")], {"kind": "", "text": ""}),
-        ("outcomeOf", [status("failed", "up")], {"kind": "", "text": ""}),
-        ("outcomeOf", [status("failed")], {"kind": "bad", "text": "M"}),
-        ("outcomeOf", [status("cancelled")], {"kind": "", "text": "m"}),
-        ("outcomeOf", [status("cancelled", "up")], {"kind": "", "text": ""}),
+        ("outcomeOf", [status("done", "off"), True], {}),
+        ("outcomeOf", [status("failed", "up"), True], {}),
+        ("outcomeOf", [status("failed"), True], {"kind": "bad", "text": "M"}),
+        (
+            "outcomeOf",
+            [status("failed"), False],
+            {"kind": "bad", "text": "Last time: m"},
+        ),
+        ("outcomeOf", [status("cancelled"), True], {"text": "m"}),
+        ("outcomeOf", [status("cancelled"), False], {"text": "Last time: m"}),
+        ("outcomeOf", [status("cancelled", "up"), True], {}),
     ],
 )
 def test_the_pure_functions(
