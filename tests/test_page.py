@@ -328,7 +328,7 @@ def test_a_daemon_that_is_restarted_is_found_again(
     phone.reads("waker does not answer. Trying again…")
     with running(configure(slow_lab, tmp_path), port=client.port):
         phone.sees("pin").give_pin().sees("ready")
-        phone.reads("Waker was restarted, and the start has ended with that.")
+        phone.reads("Waker knows no more of the start: it was restarted")
         phone.start().sees("up")
 
 
