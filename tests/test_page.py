@@ -220,6 +220,7 @@ def test_the_keyboard_alone_is_enough_and_focus_is_never_lost(
     keyboard.type(PASSPHRASE)
     keyboard.press("Enter")
     phone.sees("running")
+    assert phone.page.locator("#passphrase").get_attribute("type") == "password"
     assert phone.focus() == "going"
     phone.sees("up")
     assert phone.focus() == "name"
@@ -446,6 +447,7 @@ def test_a_start_can_be_cancelled(slow: Client, phone: Phone) -> None:
     phone.page.get_by_role("button", name="Cancel").click()
     phone.sees("ready").reads("Cancelled. The passphrase was not sent.")
     assert phone.focus() == "passphrase"
+    assert phone.page.locator("#passphrase").input_value() == ""
 
 
 def test_waking_and_unlocking_are_there_one_by_one(
@@ -455,8 +457,12 @@ def test_waking_and_unlocking_are_there_one_by_one(
     phone.page.get_by_text("One step at a time").click()
     phone.page.get_by_role("button", name="Wake only").click()
     phone.reads(f"Magic packet sent to {lab.mac}").reads("Waiting for the passphrase")
-    phone.page.get_by_label("Passphrase of the disk").fill(PASSPHRASE)
-    phone.page.get_by_role("button", name="Unlock only").click()
+    for passphrase in ("wrong", PASSPHRASE):
+        phone.page.get_by_label("Passphrase of the disk").fill(passphrase)
+        phone.page.get_by_role("button", name="Unlock only").click()
+        if passphrase == "wrong":
+            phone.reads("Wrong passphrase for disk cryptroot. Type it once more.")
+            assert phone.focus() == "passphrase"
     phone.sees("up").reads("Up and running")
 
 
