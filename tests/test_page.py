@@ -156,8 +156,13 @@ def expire(client: Client) -> None:
 
 
 @contextlib.contextmanager
-def proxy(client: Client, prefix: str, lost: Sequence[str] = ()) -> Iterator[Client]:
-    """Forward what is below a path, as a reverse proxy does; lose some answers."""
+def proxy(
+    client: Client, prefix: str, lost: Sequence[str] = (), foreign: Sequence[str] = ()
+) -> Iterator[Client]:
+    """Forward what is below a path, as a reverse proxy does.
+
+    It loses the answers of some paths, and gives others of its own.
+    """
 
     class Forward(http.server.BaseHTTPRequestHandler):
         def forward(self) -> None:
@@ -171,6 +176,11 @@ def proxy(client: Client, prefix: str, lost: Sequence[str] = ()) -> Iterator[Cli
             connection.request(self.command, f"/{path}", body, dict(self.headers))
             answer = connection.getresponse()
             if path in lost:
+                return
+            if path in foreign:
+                self.send_response(409)
+                self.end_headers()
+                self.wfile.write(b"[]")
                 return
             self.send_response(answer.status)
             for name, value in answer.getheaders():
@@ -297,21 +307,51 @@ def test_a_token_that_expires_while_nothing_is_typed_is_asked_for(
     phone.sees("pin").give_pin().sees("ready")
 
 
-def test_an_unlock_goes_on_while_the_pin_is_asked_for(
-    owner: Client, lab: Homelab, phone: Phone
+@pytest.mark.parametrize("passphrase", ["wrong", PASSPHRASE])
+def test_an_unlock_goes_on_while_the_token_expires(
+    owner: Client, lab: Homelab, phone: Phone, passphrase: str
 ) -> None:
     owner.call("POST", "/api/wol")
     lab.wait_for("locked")
     Disks({"cryptroot": PASSPHRASE}, slow=2).save(lab.state)
     phone.open(owner).give_pin().reads("Waiting for the passphrase")
     phone.page.get_by_text("One step at a time").click()
-    phone.page.get_by_label("Passphrase of the disk").fill("wrong")
+    phone.page.get_by_label("Passphrase of the disk").fill(passphrase)
     phone.page.get_by_role("button", name="Unlock only").click()
     wait_for(lambda: Disks.load(lab.state).received)
-    phone.page.get_by_label("Passphrase of the disk").fill("")
     expire(owner)
-    phone.sees("pin").give_pin().sees("ready").reads("Wrong passphrase for disk")
-    assert phone.focus() == "passphrase"
+    phone.reads("Your 15 minutes are over")
+    if passphrase == "wrong":  # it stays in the field, and waits for another tap
+        phone.reads("Wrong passphrase for disk cryptroot.").start()
+    phone.sees("pin").give_pin().sees("up")
+
+
+def test_a_start_is_shown_from_the_moment_it_is_accepted(
+    slow: Client, phone: Phone
+) -> None:
+    lost: list[str] = []
+    with proxy(slow, "/", lost) as outside:
+        phone.open(outside).give_pin().start("wrong").sees("running").sees("ready")
+        phone.reads("Wrong passphrase")
+        lost.append("api/status")
+        phone.start().sees("running").reads("waker does not answer")
+        expect(phone.page.locator("#message")).to_be_empty()
+        lost.clear()
+        phone.sees("up")
+        phone.page.goto("about:blank")
+
+
+def test_an_error_of_something_on_the_way_is_told(
+    api: Client, new_phone: NewPhone
+) -> None:
+    phone = new_phone()
+    with proxy(api, "/", foreign=["api/wol"]) as outside:
+        phone.open(outside).give_pin().sees("ready")
+        phone.page.get_by_text("One step at a time").click()
+        for _ in range(2):
+            phone.page.get_by_role("button", name="Wake only").click()
+            phone.reads("Something on the way answered 409")
+        phone.page.goto("about:blank")
 
 
 def test_a_reload_shows_the_start_that_is_going_on(slow: Client, phone: Phone) -> None:
@@ -351,7 +391,7 @@ def test_a_network_that_is_lost_at_the_pin_is_told_and_looked_for(
     phone.open(api).sees("pin").page.context.set_offline(True)
     phone.give_pin().reads("Waker does not answer. Trying again…")
     phone.page.context.set_offline(False)
-    phone.reads("Waker did not answer").give_pin().sees("ready")
+    phone.reads("waker answers again.").give_pin().sees("ready")
     assert len(api.attempts()) == 1  # what did not arrive is no attempt
 
 
