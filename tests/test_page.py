@@ -1,6 +1,7 @@
 """The page in a real browser, against the real daemon and the homelab."""
 
 import contextlib
+import ctypes.util
 import http.client
 import http.server
 import itertools
@@ -80,6 +81,8 @@ class Phone:
 
 @pytest.fixture(scope="session")
 def playwright() -> Iterator[Playwright]:
+    if not ctypes.util.find_library("atomic"):
+        pytest.skip("libatomic1 is not installed: Playwright's Node.js needs it")
     with sync_playwright() as started:
         yield started
 
