@@ -1725,7 +1725,8 @@ class Starter:
             except RuntimeError:
                 self._job = known
                 self._unlocker.release()
-                raise Fault(503, "The system has no room for another thread") from None
+                text, later = "There is no room for a thread", ("Retry-After", "5")
+                raise Fault(503, text, later) from None
 
     def cancel(self) -> str:
         """End it and tell how; the passphrase is forgotten. Raises: Fault 409."""

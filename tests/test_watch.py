@@ -84,6 +84,7 @@ def status(client: Client) -> waker.Sight:
     assert answer.status == 200
     seen = answer.json
     assert seen.pop("name")
+    assert seen.pop("start") is None
     return waker.Sight(**seen)
 
 
