@@ -1559,9 +1559,7 @@ GLANCE_SECONDS: Final = 1  # between two looks at the machine
 RETRY_SECONDS: Final = 5  # between two unlocks, where nothing asked so far
 EARLY_SECONDS: Final = 120  # for which that is not given up
 GONE: Final = 2  # looks in a row that find a port closed: one might have been lost
-CANCEL_SECONDS: Final = (
-    2  # for a start to end; only a name that is looked up takes more
-)
+CANCEL_SECONDS: Final = 2  # for a start to end; only a look-up of a name takes more
 KEPT_SECONDS: Final = 3600  # for which is told how the last start ended
 
 
@@ -1709,9 +1707,9 @@ class Starter:
         except Exception as error:  # noqa: BLE001 - nobody else would tell of a bug
             phase = "failed"
             message = f"{describe_bug(error)}. The passphrase may have been sent."
-        self._tell(job, phase, message)
-        with self._lock:
-            job.start = job.start._replace(ended=time.monotonic())
+        self._log.event(f"start: {phase}: {message}")
+        with self._lock:  # who reads that it has ended may begin the next one
+            job.start = Start(phase, message, job.start.began, time.monotonic())
             self._unlocker.release()
 
     def begin(self, passphrase: Passphrase, now: float) -> None:
