@@ -1551,6 +1551,47 @@ def describe_bug(error: BaseException) -> str:
     return f"bug: {type(error).__name__} in line {place.tb_lineno} of {file}"
 
 
+# ---- Supervision ---------------------------------------------------------------------
+# systemd waits until we are ready, and restarts us when we hang.
+
+
+class Supervisor:
+    """Who started us, if it wants to hear of us. Source: sd_notify(3)."""
+
+    def __init__(self, environment: Mapping[str, str], log: Log) -> None:
+        self._address = environment.get("NOTIFY_SOCKET", "")
+        self._log = log
+        self._interval = math.inf
+        watched = environment.get("WATCHDOG_PID") in (None, str(os.getpid()))
+        if watched and "WATCHDOG_USEC" in environment:
+            # Twice in the time after which we count as hung.
+            self._interval = int(environment["WATCHDOG_USEC"]) / 2e6
+        self.due = math.inf  # monotonic seconds: when it is to hear of us next
+
+    def tell(self, state: str) -> None:
+        """Tell it one of: READY=1, WATCHDOG=1, STOPPING=1."""
+        if not self._address:
+            return
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+                sender.settimeout(0)  # if it hangs, we do not
+                sender.sendto(state.encode(), re.sub("^@", "\0", self._address))
+        except OSError as error:
+            text = f"NOTIFY_SOCKET {self._address}: {error.strerror}"
+            self._log.event(text, level=ERROR)
+
+    def ready(self, now: float) -> None:
+        """Tell it that we serve from now on."""
+        self.tell("READY=1")
+        self.due = now + self._interval
+
+    def live(self, now: float) -> None:
+        """Tell it that we live, if that is due."""
+        if now >= self.due:
+            self.tell("WATCHDOG=1")
+            self.due = now + self._interval
+
+
 # ---- Starting ------------------------------------------------------------------------
 # Wake, wait, unlock and watch: what a phone asks for with one tap, and may sleep over.
 # The passphrase is kept until it is handed over or not wanted any more, and no longer.
@@ -1762,6 +1803,7 @@ class App(NamedTuple):
     page: Response
     icon: Response
     log: Log
+    supervisor: Supervisor
     gate: Gate
     tokens: Tokens
     watcher: Watcher
@@ -2464,6 +2506,7 @@ class Server(http.server.HTTPServer):
         self._stops += len(stop.recv(16))
         if self.socket.fileno() >= 0:
             self._app.log.event("stopping")
+            self._app.supervisor.tell("STOPPING=1")
             self._selector.unregister(self.socket)
             self.socket.close()
             for connection in list(self._waiting):
@@ -2472,10 +2515,12 @@ class Server(http.server.HTTPServer):
     def _turn(self) -> None:
         """Wait for something to happen, or for somebody's time to be over."""
         first = next(iter(self._waiting), None)
-        patience = max(first.ends - time.monotonic(), 0) if first else None
+        until = min(first.ends if first else math.inf, self._app.supervisor.due)
+        patience = None if until == math.inf else max(until - time.monotonic(), 0)
         for key, _ in self._selector.select(patience):
             key.data()
         now = time.monotonic()
+        self._app.supervisor.live(now)
         for connection in list(itertools.islice(self._waiting, AT_ONCE)):
             if connection.ends <= now:
                 self._give_up(connection)
@@ -2483,7 +2528,7 @@ class Server(http.server.HTTPServer):
     def run(self, stop: socket.socket) -> None:
         """Serve until a byte comes from `stop`; then wait for the workers, or another.
 
-        An idle server does not wake up at all.
+        An idle server wakes up for its supervisor alone.
         """
         go_on = functools.partial(self._stop, stop)
         self._selector.register(stop, selectors.EVENT_READ, go_on)
@@ -2527,6 +2572,7 @@ def make_app(config: Config, environment: Mapping[str, str], log: Log) -> App:
         page=page,
         icon=icon,
         log=log,
+        supervisor=Supervisor(environment, log),
         gate=Gate(config.pin),
         tokens=Tokens(),
         watcher=watcher,
@@ -2580,6 +2626,7 @@ def serve(app: App) -> int:
         stack.callback(app.starter.stop)
         host, port = server.server_address[:2]
         app.log.event(f"waker {__version__} listens on {Listen(str(host), int(port))}")
+        app.supervisor.ready(time.monotonic())
         server.run(stop)
         signal.set_wakeup_fd(-1)
     return 0

@@ -187,8 +187,10 @@ class Daemon:
     def stop(self) -> int:
         """Send SIGTERM; returns the exit status, and completes the log."""
         self.process.terminate()
-        self.log += self.process.communicate(timeout=120)[1].splitlines()
-        return self.process.returncode
+        status = self.process.wait(120)
+        assert self.process.stderr
+        self.log += self.process.stderr.read().splitlines()
+        return status
 
 
 def environment(settings: Mapping[str, str]) -> dict[str, str]:
