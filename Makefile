@@ -17,6 +17,14 @@ demo: $(VENV)/done ## a homelab, the daemon and the page on loopback
 run: $(VENV)/done ## the daemon, with the settings of the environment or ENV_FILE=…
 	@$(BIN)/python waker.py $(if $(ENV_FILE),--env-file $(ENV_FILE))
 
+dist: dist/waker ## one file, with the page inside
+
+dist/waker: waker.py ui.html
+	mkdir -p dist
+	sed '/^PAGE: Final = r"""$$/r ui.html' waker.py > $@.part
+	chmod 755 $@.part
+	mv $@.part $@
+
 test: $(VENV)/done ## all tests; those that lack a program or root are skipped
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
@@ -43,7 +51,7 @@ lint: $(VENV)/done ## ruff and mypy
 	$(BIN)/mypy waker.py tests/*.py tests/vm/*.py
 
 clean: ## remove what the other targets made
-	rm -rf .venv* .vm .hypothesis .mypy_cache .pytest_cache .ruff_cache \
+	rm -rf .venv* .vm dist .hypothesis .mypy_cache .pytest_cache .ruff_cache \
 		__pycache__ tests/__pycache__ tests/vm/__pycache__
 
 # With PARAMIKO=VERSION, an environment of its own has that version.
@@ -53,4 +61,4 @@ $(VENV)/done: tests/requirements.txt
 	$(if $(PARAMIKO),$(BIN)/pip install --quiet paramiko==$(PARAMIKO))
 	touch $@
 
-.PHONY: help demo run test fuzz siege screenshots test-vm test-paramiko lint clean
+.PHONY: help demo run dist test fuzz siege screenshots test-vm test-paramiko lint clean

@@ -22,6 +22,10 @@ The laws of this file:
    files, signals and the environment.
 6. Nothing at module level changes. Time is a value handed in wherever it is judged.
 """
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["paramiko>=2.12"]
+# ///
 
 import argparse
 import base64
@@ -61,7 +65,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeVar, cast
 if TYPE_CHECKING:  # the daemon never imports it: that would cost 20 MB for years
     import paramiko
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 T = TypeVar("T")
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -2550,6 +2554,23 @@ class Server(http.server.HTTPServer):
         self._clapper.close()
 
 
+# ---- The page ------------------------------------------------------------------------
+# ui.html lies beside this file. In the one file of `make dist` it stands here instead.
+
+PAGE: Final = r"""
+"""
+
+
+def read_page() -> bytes:
+    """Read the page. Raises: ConfigError."""
+    path = Path(__file__).resolve().with_name("ui.html")
+    try:
+        return PAGE[1:].encode() or path.read_bytes()
+    except OSError as error:
+        remedy = "it belongs beside waker.py; `make dist` makes one file of both"
+        raise ConfigError([f"the page {path}: {error.strerror}; {remedy}"]) from None
+
+
 # ---- Commands ------------------------------------------------------------------------
 # What `waker.py` does when it is run.
 
@@ -2558,14 +2579,11 @@ EX_CONFIG: Final = 78  # sysexits.h; the unit does not start it again after that
 
 def make_app(config: Config, environment: Mapping[str, str], log: Log) -> App:
     """Put the parts together. Raises: ConfigError for a page that is not right."""
-    path = Path(__file__).resolve().with_name("ui.html")
+    source = read_page()
     try:
-        source = path.read_bytes()
         page, icon = make_page(source), make_icon(source)
-    except OSError as error:
-        raise ConfigError([f"the page {path}: {error.strerror}"]) from None
     except ValueError:
-        raise ConfigError([f"the page {path} is not waker's"]) from None
+        raise ConfigError(["ui.html is not the page of waker"]) from None
     watcher, unlocker = Watcher(config.machine), Unlocker(config, environment)
     return App(
         config=config,
@@ -2701,7 +2719,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         f"  {s.name:25}{s.right}{s.default and f' [{s.default}]'}" for s in SETTINGS
     )
     parser = argparse.ArgumentParser(
-        prog="waker.py",
         description="Wake one machine by magic packet and unlock its disk over SSH.",
         epilog="settings, from the environment or FILE:\n" + "\n".join(rows),
         formatter_class=argparse.RawDescriptionHelpFormatter,

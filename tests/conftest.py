@@ -216,11 +216,14 @@ def run_waker(
 
 @contextlib.contextmanager
 def daemon(
-    settings: dict[str, str], *command: str, python: str = sys.executable
+    settings: dict[str, str],
+    *command: str,
+    python: str = sys.executable,
+    program: str = PROGRAM,
 ) -> Iterator[Daemon]:
     """Start the daemon, and see that it ends well."""
     process = subprocess.Popen(
-        [*command, python, PROGRAM],
+        [*command, python, program],
         env=environment({"WAKER_PIN": PIN, "WAKER_LISTEN": "127.0.0.1:0"} | settings),
         stderr=subprocess.PIPE,
         text=True,
