@@ -37,6 +37,7 @@ import functools
 import hashlib
 import hmac
 import http.server
+import importlib.util
 import ipaddress
 import itertools
 import json
@@ -446,18 +447,47 @@ class ConfigError(Exception):
         super().__init__("\n".join(faults))
 
 
+FILE_REMEDIES: Final = {
+    errno.ENOENT: "; make it, or correct the path",
+    errno.EACCES: "; waker's user must be able to read it; by hand, use sudo",
+}
+
+
+def why_unreadable(path: Path, error: OSError) -> str:
+    """Tell why a file cannot be read, and what helps."""
+    return f"{path}: {error.strerror}{FILE_REMEDIES.get(error.errno or 0, '')}"
+
+
+def why_empty(path: Path) -> str:
+    """Tell what helps where a file is empty: our unit hands over missing ones so."""
+    return f"{path} is empty; under systemd: /etc/waker/{path.name} is missing"
+
+
+def file_fault(path: Path) -> str:
+    """Tell why a file is of no use, and what helps; empty if it may be."""
+    try:
+        with path.open("rb") as file:
+            empty = not os.fstat(file.fileno()).st_size
+    except OSError as error:
+        return why_unreadable(path, error)
+    return why_empty(path) if empty else ""
+
+
 def read_env_file(path: Path) -> dict[str, str]:
     """Read lines `NAME=value`, maybe quoted; empty ones and those of `#` are skipped.
 
     Raises: ConfigError that names file and lines, never their content.
     """
     try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError([f"--env-file {path}: {reason}"]) from None
+        text = path.read_text("utf-8")
+    except OSError as error:
+        raise ConfigError([f"--env-file {why_unreadable(path, error)}"]) from None
+    except UnicodeDecodeError:
+        raise ConfigError([f"--env-file {path}: not UTF-8"]) from None
+    if not text:
+        raise ConfigError([f"--env-file {why_empty(path)}"])
     values, faults = {}, []
-    for number, line in enumerate(map(str.strip, lines), 1):
+    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
         found = re.fullmatch(r"([A-Za-z_]\w*)=\s*(?:\"(.*)\"|'(.*)'|([^'\"].*)?)", line)
         if found:
             values[found[1]] = found[2] or found[3] or found[4] or ""
@@ -532,13 +562,11 @@ def key_fault(path: Path, credentials: str) -> str:
 
     Below `credentials`, systemd's $CREDENTIALS_DIRECTORY, its mode says nothing.
     """
-    try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-    except OSError as error:
-        return f"WAKER_SSH_KEY {path}: {error.strerror}"
+    fault = file_fault(path)
+    if fault:
+        return f"WAKER_SSH_KEY {fault}"
     guarded = credentials and Path(credentials) in path.parents
-    if mode & 0o077 and not guarded:
+    if path.stat().st_mode & 0o077 and not guarded:
         return f"WAKER_SSH_KEY {path} is open to others; chmod 600 {path}"
     return ""
 
@@ -815,15 +843,23 @@ def interface_of(address: str) -> str:
     return "interface unknown"
 
 
-def send_magic_packet(config: Config) -> str:
-    """Send the packet three times, for UDP loses some; tell which way it left.
+class Way(NamedTuple):
+    """The way that a packet takes: from which of our addresses, by which interface."""
+
+    source: str
+    interface: str
+    doubt: str  # about that; mostly empty
+
+    def __str__(self) -> str:
+        return f"{self.source} ({self.interface}{self.doubt})"
+
+
+def find_way(config: Config) -> Way:
+    """Find the way for the magic packet. Raises: OSError.
 
     A limited broadcast leaves by the default route unless the socket is bound to an
-    address; so it is bound to the one from which the kernel would reach the machine.
-    Raises: OSError.
+    address; so it is to be the one from which the kernel would reach the machine.
     """
-    packet = magic_packet(config.mac)
-    destination = (config.broadcast, config.packet_port)
     toward, doubt = config.broadcast, ""
     if toward == LIMITED_BROADCAST:
         host = config.machine.host
@@ -831,18 +867,22 @@ def send_magic_packet(config: Config) -> str:
             toward = str(resolve(host, 0, socket.AF_INET)[0][1][0])
         except OSError:  # some names are known only while the machine is up
             doubt = f"; a guess, as {host} has no known IPv4 address"
-    with (
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route,
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender,
-    ):
-        for udp in route, sender:
-            udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        route.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
         route.connect((toward, config.packet_port))
         source = str(route.getsockname()[0])
-        sender.bind((source, 0))
+    return Way(source, interface_of(source), doubt)
+
+
+def send_magic_packet(config: Config) -> Way:
+    """Send the packet three times, for UDP loses some. Raises: OSError."""
+    packet, way = magic_packet(config.mac), find_way(config)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        sender.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+        sender.bind((way.source, 0))
         for _ in range(3):
-            sender.sendto(packet, destination)
-    return f"{source} ({interface_of(source)}{doubt})"
+            sender.sendto(packet, (config.broadcast, config.packet_port))
+    return way
 
 
 def wake(config: Config) -> str:
@@ -930,14 +970,17 @@ def judge(dialect: Dialect, initrd: Door, system: Door, *, shared: bool) -> Sigh
     return Sight(state, reachable, in_initrd, in_system)
 
 
-def look(machine: Machine) -> Sight:
-    """Knock at both ports of all the machine's addresses at once."""
+def find_doors(machine: Machine, *, wait_for_ident: bool) -> tuple[Door, Door]:
+    """Knock at both ports of all the machine's addresses at once.
+
+    Returns the initrd's door and the system's.
+    """
     ports = {machine.initrd_port, machine.system_port}
     doors = {port: [Door()] for port in ports}
 
     def try_door(port: int, family: int, address: Address) -> None:
         address = (address[0], port, *address[2:])
-        doors[port].append(knock(family, address, wait_for_ident=len(ports) == 1))
+        doors[port].append(knock(family, address, wait_for_ident=wait_for_ident))
 
     try:
         rows = resolve(machine.host, 0)
@@ -956,7 +999,14 @@ def look(machine: Machine) -> Sight:
         max(doors[port], key=lambda door: (door.open, door.answered, door.ident))
         for port in (machine.initrd_port, machine.system_port)
     )
-    return judge(machine.dialect, initrd, system, shared=len(ports) == 1)
+    return initrd, system
+
+
+def look(machine: Machine) -> Sight:
+    """See what state the machine is in."""
+    shared = machine.initrd_port == machine.system_port
+    initrd, system = find_doors(machine, wait_for_ident=shared)
+    return judge(machine.dialect, initrd, system, shared=shared)
 
 
 class Watcher:
@@ -1009,6 +1059,24 @@ CONFIRM_SECONDS: Final = 45  # for a machine that was lost to be seen up: a usua
 PAUSE_SECONDS: Final = 2  # between two looks at it
 OUTPUT_KEPT: Final = 65536  # characters; no initrd writes so many
 PEER_ERRORS: Final = Exception  # of any kind: paramiko raises what its thread died of
+
+
+PARAMIKO: Final = (2, 12)  # the oldest that is tested; Debian 12 and OpenWrt have it
+PARAMIKO_REMEDY: Final = (
+    "Debian has it in python3-paramiko, OpenWrt in python3-paramiko and python3-six"
+)
+
+
+def paramiko_fault() -> str:
+    """Tell what is wrong with paramiko, and what helps; empty if nothing is."""
+    try:
+        import paramiko
+    except (ImportError, AttributeError) as error:  # a new cryptography lacks something
+        return f"paramiko is missing or incomplete ({error}); {PARAMIKO_REMEDY}"
+    major, minor = map(int, paramiko.__version__.split(".")[:2])
+    if (major, minor) < PARAMIKO:
+        return f"paramiko {paramiko.__version__} is too old; it takes 2.12 or later"
+    return ""
 
 
 def tell_sent(*, sent: bool) -> str:
@@ -1115,8 +1183,25 @@ def restrict(transport: "paramiko.Transport", machine: Machine) -> None:
     ]
 
 
-def verify(transport: "paramiko.Transport", machine: Machine) -> None:
-    """Exchange keys, and see that the host key is a pinned one."""
+def begin(machine: Machine) -> "paramiko.Transport":
+    """Connect; next comes the key exchange."""
+    import paramiko
+
+    paramiko.util.get_logger("paramiko").setLevel("CRITICAL")  # it logs tracebacks
+    transport = paramiko.Transport(dial(machine))
+    transport.auth_timeout = HANDSHAKE_SECONDS
+    restrict(transport, machine)
+    return transport
+
+
+def hang_up(transport: "paramiko.Transport") -> None:
+    """End a connection, however far it came."""
+    transport.close()
+    transport.sock.close()  # it does not, where the key exchange never began
+
+
+def exchange_keys(transport: "paramiko.Transport", machine: Machine) -> HostKey:
+    """Exchange keys; returns the host key that the server proved to have."""
     import paramiko
 
     try:
@@ -1127,19 +1212,24 @@ def verify(transport: "paramiko.Transport", machine: Machine) -> None:
             " (tinyssh, for one, has only a cipher that paramiko lacks)"
         ) from None
     except PEER_ERRORS:
-        kinds = " or ".join(key.kind for key in machine.host_keys)
-        raise NotUnlocked(
-            "the connection broke off in the key exchange; dropbear does that, too, if"
-            f" it has no host key of the pinned type {kinds}",
-            "early",
-        ) from None
+        reason = "the connection broke off in the key exchange"
+        if machine.host_keys:
+            reason += "; dropbear does that, too, if it has no host key of the pinned"
+            reason += f" type {' or '.join(key.kind for key in machine.host_keys)}"
+        raise NotUnlocked(reason, "early") from None
     if not transport.initial_kex_done:  # then start_client only got tired of waiting
         raise NotUnlocked("the SSH server fell silent in the key exchange", "early")
-    seen = transport.get_remote_server_key().asbytes()
-    if seen not in [key.blob for key in machine.host_keys]:
+    key = transport.get_remote_server_key()
+    return HostKey(key.get_name(), key.asbytes())
+
+
+def verify(transport: "paramiko.Transport", machine: Machine) -> None:
+    """Exchange keys, and see that the host key is a pinned one."""
+    seen = exchange_keys(transport, machine)
+    if seen not in machine.host_keys:
         pins = " or ".join(fingerprint(key.blob) for key in machine.host_keys)
         raise NotUnlocked(
-            f"the host key differs: pinned {pins}, seen {fingerprint(seen)}."
+            f"the host key differs: pinned {pins}, seen {fingerprint(seen.blob)}."
             " The system that is up already would show another key, and so would an"
             " impostor"
         )
@@ -1183,20 +1273,14 @@ def log_in(transport: "paramiko.Transport", machine: Machine) -> None:
 
 def connect(machine: Machine, progress: Progress) -> "paramiko.Transport":
     """Get a connection in which the host key is verified and we are logged in."""
-    import paramiko
-
-    tcp = dial(machine)
+    transport = begin(machine)
     progress.step("connected")
-    transport = paramiko.Transport(tcp)
-    transport.auth_timeout = HANDSHAKE_SECONDS
-    restrict(transport, machine)
     try:
         verify(transport, machine)
         progress.step("verified")
         log_in(transport, machine)
     except NotUnlocked:
-        transport.close()
-        tcp.close()  # a transport that never started does not close it
+        hang_up(transport)
         raise
     return transport
 
@@ -1415,22 +1499,16 @@ def unlock(
 ) -> Outcome:
     """Unlock the machine's disks, or tell truthfully why not."""
     try:
-        import paramiko
-
-        paramiko.util.get_logger("paramiko").setLevel("CRITICAL")  # it logs tracebacks
+        fault = paramiko_fault()
+        if fault:
+            raise NotUnlocked(fault)
         if not machine.host_keys:
             raise NotUnlocked(
                 "no host key is pinned, so anybody might get the passphrase. While the"
-                " initrd waits, this prints the value for WAKER_SSH_HOST_KEY:"
-                f" ssh-keyscan -t ed25519 -p {machine.initrd_port} {machine.host}"
+                " initrd waits, waker.py check prints the line for WAKER_SSH_HOST_KEY"
             )
         transport = connect(machine, progress)
         return converse(transport, machine, passphrase, progress, deadline)
-    except ImportError as error:
-        reason = (
-            f"paramiko is missing ({error}); on Debian: apt install python3-paramiko"
-        )
-        return Outcome.failed(reason, sent=False)
     except NotUnlocked as why:
         return Outcome.failed(str(why), sent=progress.sent, outcome=why.outcome)
 
@@ -2571,6 +2649,123 @@ def read_page() -> bytes:
         raise ConfigError([f"the page {path}: {error.strerror}; {remedy}"]) from None
 
 
+# ---- Checking ------------------------------------------------------------------------
+# Why does it not work? Each thing that waking and unlocking need is looked at, in the
+# order in which they need it. No packet is sent, and no secret.
+
+WRONG: Final = "WRONG"
+UNSEEN: Final = "-"  # it cannot be told just now, or is nothing to mind
+
+
+class Finding(NamedTuple):
+    """What was seen of one thing, and what to do about it."""
+
+    thing: str
+    seen: str
+    verdict: str = "ok"
+
+
+def check_key(machine: Machine) -> Finding:
+    """See whether paramiko takes our private key."""
+    try:
+        key = load_key(machine.key)
+    except NotUnlocked as why:
+        return Finding("SSH key", str(why), WRONG if machine.host_keys else UNSEEN)
+    return Finding("SSH key", f"{key.get_name()} {fingerprint(key.asbytes())}")
+
+
+def check_address(machine: Machine) -> Finding:
+    """See whether the machine's name is known."""
+    try:
+        rows = resolve(machine.host, 0)
+    except OSError as error:
+        remedy = "have the name known while the machine is off, too, or use an address"
+        return Finding("address", f"{machine.host}: {error.strerror}; {remedy}", WRONG)
+    addresses = dict.fromkeys(str(address[0]) for _, address in rows)
+    return Finding("address", ", ".join(addresses))
+
+
+def check_packet(config: Config) -> Finding:
+    """See which way the magic packet would take."""
+    try:
+        way = find_way(config)
+    except OSError as error:
+        remedy = "give this box an address in the machine's network"
+        return Finding("magic packet", f"{error.strerror}; {remedy}", WRONG)
+    seen = f"would leave from {way} to {config.broadcast}"
+    return Finding("magic packet", seen, UNSEEN if way.doubt else "ok")
+
+
+def check_port(port: int, whose: str, door: Door) -> Finding:
+    """Tell what a port did."""
+    ident = re.sub("[^ -~]", "", door.ident.decode("ascii", "replace"))
+    if door.open:
+        return Finding(f"port {port}", f"{whose}: open; it says: {ident or 'nothing'}")
+    seen = "refuses connections" if door.answered else "does not answer"
+    return Finding(f"port {port}", f"{whose}: {seen}", UNSEEN)
+
+
+STATES: Final = {
+    "off": "off, or a firewall is between; wake it, and check again",
+    "booting": "it answers, but not with SSH; check again while its initrd waits",
+    "locked": "its initrd waits for the passphrase",
+    "up": "the system is up; to see the initrd, restart it and check again",
+    "unknown": "SSH answers, be it the initrd's or the system's",
+}
+
+
+def check_machine(machine: Machine) -> tuple[list[Finding], Sight]:
+    """See what the machine does, port by port."""
+    initrd, system = find_doors(machine, wait_for_ident=True)
+    shared = machine.initrd_port == machine.system_port
+    sight = judge(machine.dialect, initrd, system, shared=shared)
+    findings = [check_port(machine.initrd_port, "the initrd's SSH", initrd)]
+    if not shared:
+        findings += [check_port(machine.system_port, "the system's SSH", system)]
+    verdict = "ok" if sight.state in ("locked", "up") else UNSEEN
+    return [*findings, Finding("machine", STATES[sight.state], verdict)], sight
+
+
+def check_initrd(machine: Machine) -> list[Finding]:
+    """See which host key the initrd shows, and whether it lets us in."""
+    steps: list[str] = []
+    try:
+        if not machine.host_keys:
+            transport = begin(machine)
+            try:
+                key = exchange_keys(transport, machine)
+            finally:
+                hang_up(transport)
+            seen = f"none is pinned. {fingerprint(key.blob)} is shown; if that is your"
+            seen += f" machine's, pin it: WAKER_SSH_HOST_KEY={key}"
+            return [Finding("host key", seen, UNSEEN)]
+        hang_up(connect(machine, Progress(steps.append)))
+    except NotUnlocked as why:
+        if "verified" not in steps:
+            return [Finding("host key", str(why), WRONG)]
+        login = Finding("login", str(why), WRONG)
+    else:
+        login = Finding("login", f"{machine.user} may log in with our key")
+    return [Finding("host key", "it is the pinned one"), login]
+
+
+def check(config: Config) -> list[Finding]:
+    """Look at everything; the configuration itself is right already."""
+    machine = config.machine
+    fault = paramiko_fault()
+    findings, sight = check_machine(machine)
+    findings = [check_address(machine), check_packet(config), *findings]
+    if fault:
+        return [*findings, Finding("paramiko", fault, WRONG)]
+    import paramiko
+
+    findings += [Finding("paramiko", paramiko.__version__), check_key(machine)]
+    if sight.initrd_ssh_open:
+        return findings + check_initrd(machine)
+    seen = "not seen, as the initrd's SSH is not there"
+    return [*findings, Finding("host key", seen, UNSEEN)]
+
+
 # ---- Commands ------------------------------------------------------------------------
 # What `waker.py` does when it is run.
 
@@ -2603,28 +2798,49 @@ def make_tls(config: Config) -> ssl.SSLContext | None:
     """Load the certificate, if there is one. Raises: ConfigError."""
     if not config.tls:
         return None
+    names = "WAKER_TLS_CERT", "WAKER_TLS_KEY"
+    faults = [
+        f"{name} {fault}"
+        for name, path in zip(names, config.tls, strict=True)
+        if (fault := file_fault(path))
+    ]
+    if faults:
+        raise ConfigError(faults)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     cert, key = config.tls
     try:
-        for path in config.tls:  # the next line would not tell which one
-            path.open("rb").close()
         context.load_cert_chain(cert, key, password=b"")  # or it would ask for one
-    except OSError as error:  # SSLError is one
-        fault = f"WAKER_TLS_CERT, WAKER_TLS_KEY: {error.filename}: {error.strerror}"
-        if isinstance(error, ssl.SSLError):
-            fault = (
-                f"WAKER_TLS_CERT {cert} and WAKER_TLS_KEY {key} must be a certificate"
-                " and its private key, in PEM, the key without a passphrase"
-            )
+    except OSError:  # it would not tell which of them
+        fault = (
+            f"WAKER_TLS_CERT {cert} and WAKER_TLS_KEY {key} must be a certificate"
+            " and its private key, in PEM, the key without a passphrase"
+        )
         raise ConfigError([fault]) from None
     return context
 
 
-def serve(app: App) -> int:
+LISTEN_REMEDIES: Final = {
+    errno.EACCES: "; only root may have a port below 1024: take a higher one",
+    errno.EADDRINUSE: "; end the program that has this port, or take another one",
+    errno.EADDRNOTAVAIL: "; this box has no such address so far",
+}
+
+
+def warn(config: Config, log: Log) -> None:
+    """Tell at the start what will be in the way of an unlock."""
+    if not config.machine.host_keys:
+        text = "WAKER_SSH_HOST_KEY is not set: waker will refuse to unlock"
+        log.event(text, level=WARNING)
+    if not importlib.util.find_spec("paramiko"):  # to import it would cost 20 MB
+        text = f"paramiko is missing: waker cannot unlock; {PARAMIKO_REMEDY}"
+        log.event(text, level=WARNING)
+
+
+def serve(app: App, tls: ssl.SSLContext | None = None) -> int:
     """Run until SIGTERM or ^C; requests that are being answered then still are.
 
-    A start is cancelled. Raises: ConfigError.
+    A start is cancelled.
     """
     stop, signalled = socket.socketpair()
     signalled.settimeout(0)  # as set_wakeup_fd wants it
@@ -2636,14 +2852,16 @@ def serve(app: App) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         try:
-            server = stack.enter_context(Server(app, make_tls(app.config)))
+            server = stack.enter_context(Server(app, tls))
         except OSError as error:
-            text = f"WAKER_LISTEN {app.config.listen}: {error.strerror}"
+            remedy = LISTEN_REMEDIES.get(error.errno or 0, "")
+            text = f"WAKER_LISTEN {app.config.listen}: {error.strerror}{remedy}"
             app.log.event(text, level=ERROR)
             return 1
         stack.callback(app.starter.stop)
         host, port = server.server_address[:2]
         app.log.event(f"waker {__version__} listens on {Listen(str(host), int(port))}")
+        warn(app.config, app.log)
         app.supervisor.ready(time.monotonic())
         server.run(stop)
         signal.set_wakeup_fd(-1)
@@ -2689,6 +2907,13 @@ def unlock_once(values: Mapping[str, str], folder: Path, seconds: int) -> NoRetu
     outcome = run()
     tell(outcome._asdict())
     os._exit(outcome.outcome != "unlocked")  # paramiko's timers would hold us for 15 s
+
+
+def print_table(findings: Sequence[Finding]) -> int:
+    """Print what was found; returns 1 if anything is wrong."""
+    for thing, seen, verdict in findings:
+        sys.stdout.write(f"{verdict:7}{thing:15}{seen}\n")
+    return int(WRONG in [finding.verdict for finding in findings])
 
 
 def hash_pin() -> int:
@@ -2740,10 +2965,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=("serve", "unlock", "hash-pin"),
+        choices=("serve", "check", "unlock", "hash-pin"),
         default="serve",
-        help="serve: be the daemon (default); unlock: take a passphrase from standard"
-        " input and unlock once; hash-pin: print a line for WAKER_PIN",
+        help="serve: be the daemon (default); check: tell what is right and what is"
+        " wrong; unlock: take a passphrase from standard input and unlock once;"
+        " hash-pin: print a line for WAKER_PIN",
     )
     return parser.parse_args(argv)
 
@@ -2782,11 +3008,19 @@ def main(argv: Sequence[str]) -> int:
             unlock_once(values, folder, arguments.seconds)
         credentials = os.environ.get("CREDENTIALS_DIRECTORY", "")
         config = read_config(Reader(values), folder, credentials)
-        return serve(make_app(config, os.environ, log))
+        app, tls = make_app(config, os.environ, log), make_tls(config)
     except ConfigError as error:
-        for fault in str(error).splitlines():
-            log.event(fault, level=ERROR)
+        faults = str(error).splitlines()
+        if arguments.command == "check":
+            print_table([Finding("configuration", fault, WRONG) for fault in faults])
+        else:
+            for fault in faults:
+                log.event(fault, level=ERROR)
         return EX_CONFIG
+    if arguments.command == "check":
+        right = Finding("configuration", "every value is right")
+        return print_table([right, *check(config)])
+    return serve(app, tls)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,8 @@ def test_all_faults_are_told_together_with_the_remedy(tmp_path: Path) -> None:
         "WAKER_LISTEN must be address and port, such as 127.0.0.1:8080",
         "WAKER_PIN must be 6 to 128 characters, or the whole line of hash-pin",
         "WAKER_SSH_HOST_KEY must be the initrd's host key, such as ssh-ed25519 AAAA…",
-        f"WAKER_SSH_KEY {tmp_path}/ssh_key: No such file or directory",
+        f"WAKER_SSH_KEY {tmp_path}/ssh_key: No such file or directory; make it, or"
+        " correct the path",
         "WAKER_SSH_USER must be a user's name",
         "WAKER_SYSTEM_SSH_PORT must be a port, 1 to 65535: the system's",
     ]
@@ -174,6 +175,14 @@ def test_a_fingerprint_is_written_as_openssh_writes_it() -> None:
         check=True,
     )
     assert printed.stdout.split()[1] == waker.fingerprint(key.blob)
+
+
+def test_an_empty_private_key_is_a_fault(good: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "ssh_key").write_bytes(b"")
+    assert faults(good, tmp_path) == [
+        f"WAKER_SSH_KEY {tmp_path}/ssh_key is empty; under systemd: /etc/waker/ssh_key"
+        " is missing"
+    ]
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])
@@ -279,7 +288,17 @@ def test_a_line_that_is_no_setting_is_told_by_its_number_only(
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     ended = run_waker("--env-file", str(tmp_path / "none"))
     assert ended.returncode == 78
-    assert ended.stderr == f"--env-file {tmp_path}/none: No such file or directory\n"
+    assert ended.stderr == (
+        f"--env-file {tmp_path}/none: No such file or directory; make it, or correct"
+        " the path\n"
+    )
+    (tmp_path / "waker.env").touch()
+    ended = run_waker("--env-file", str(tmp_path / "waker.env"))
+    assert ended.returncode == 78
+    assert ended.stderr == (
+        f"--env-file {tmp_path}/waker.env is empty; under systemd:"
+        " /etc/waker/waker.env is missing\n"
+    )
     (tmp_path / "latin").write_bytes(b"WAKER_PIN=\xe4\xe4\xe4\xe4\xe4\xe4\n")
     ended = run_waker("--env-file", str(tmp_path / "latin"))
     assert ended.stderr == f"--env-file {tmp_path}/latin: not UTF-8\n"

@@ -119,7 +119,10 @@ def test_a_port_in_use_is_told_with_the_setting() -> None:
         } | MAC
         ended = run_waker(settings=settings)
     assert ended.returncode == 1
-    assert ended.stderr == f"WAKER_LISTEN {listen}: Address already in use\n"
+    assert ended.stderr == (
+        f"WAKER_LISTEN {listen}: Address already in use; end the program that has this"
+        " port, or take another one\n"
+    )
 
 
 def test_a_page_that_is_missing_is_told_with_its_path(
@@ -238,11 +241,14 @@ def test_a_machine_without_paramiko_still_wakes_and_watches(
         assert client.call("GET", "/api/status").json["state"] == "off"
         assert client.call("POST", "/api/wol").status == 200
         answer = client.call("POST", "/api/unlock", {"passphrase": PASSPHRASE})
+        assert started.stop() == 0
     assert answer.status == 500
     assert answer.error == (
-        "Failed to unlock: paramiko is missing (No module named 'paramiko');"
-        " on Debian: apt install python3-paramiko. The passphrase was not sent."
+        "Failed to unlock: paramiko is missing or incomplete (No module named"
+        f" 'paramiko'); {waker.PARAMIKO_REMEDY}. The passphrase was not sent."
     )
+    told = f"paramiko is missing: waker cannot unlock; {waker.PARAMIKO_REMEDY}"
+    assert started.log[1] == told
 
 
 def test_the_daemon_never_imports_paramiko(lab: Homelab) -> None:

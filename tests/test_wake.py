@@ -108,7 +108,7 @@ def test_a_host_without_an_ipv4_address_is_woken_by_a_guess_that_says_so(
         way = router.run(lambda: waker.send_magic_packet(guess))
         assert udp_packets(at_provider) == [("255.255.255.255:9", PACKET)] * 3
     doubt = "a guess, as 2001:db8::9 has no known IPv4 address"
-    assert way == f"198.51.100.2 (wan; {doubt})"
+    assert str(way) == f"198.51.100.2 (wan; {doubt})"
 
 
 def test_an_interface_without_a_name_for_the_address_is_not_invented() -> None:

@@ -1,0 +1,276 @@
+"""`waker.py check`: why it does not work, in one table."""
+
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+from conftest import PASSPHRASE, PIN, PROGRAM, environment, run_waker
+from cryptroot_unlock import Disks
+from homelab import Homelab, bind, new_key, public_line
+from namespaces import Namespace, home
+from ssh_servers import SERVERS, Initrd, free_port, paramiko_server
+
+import waker
+
+BASE = {"WAKER_PIN": PIN, "WAKER_HOMELAB_MAC": "52:54:00:12:34:56"}
+Table = dict[str, tuple[str, str]]
+__all__ = ["home"]  # a fixture
+Home = tuple[Namespace, Namespace, Namespace]
+
+
+def read(printed: str) -> Table:
+    """Read the table: each thing's verdict, and what was seen of it."""
+    rows = [line.split(None, 1)[0] for line in printed.splitlines()]
+    things = [line[7:22].strip() for line in printed.splitlines()]
+    seen = [line[22:] for line in printed.splitlines()]
+    assert len(set(things)) == len(things), printed
+    return dict(zip(things, zip(rows, seen, strict=True), strict=True))
+
+
+def check(settings: Mapping[str, str]) -> tuple[int, Table]:
+    """Returns the exit status, and the table."""
+    ended = run_waker("check", settings=settings)
+    assert ended.stderr == ""
+    return ended.returncode, read(ended.stdout)
+
+
+def settings_of(initrd: Initrd) -> dict[str, str]:
+    """Tell the settings for an initrd beside which no system is up."""
+    port = str(free_port())
+    return BASE | initrd.machine().settings() | {"WAKER_SYSTEM_SSH_PORT": port}
+
+
+def test_a_machine_that_is_off_is_nothing_wrong(lab: Homelab) -> None:
+    status, table = check(BASE | lab.settings())
+    assert status == 0
+    key = table["SSH key"][1]
+    assert table == {
+        "configuration": ("ok", "every value is right"),
+        "address": ("ok", "127.0.0.1"),
+        "magic packet": ("ok", "would leave from 127.0.0.1 (lo) to 127.0.0.1"),
+        f"port {lab.initrd_port}": ("-", "the initrd's SSH: does not answer"),
+        f"port {lab.system_port}": ("-", "the system's SSH: does not answer"),
+        "machine": ("-", waker.STATES["off"]),
+        "paramiko": ("ok", table["paramiko"][1]),
+        "SSH key": ("ok", key),
+        "host key": ("-", "not seen, as the initrd's SSH is not there"),
+    }
+    assert key.startswith("ecdsa-sha2-nistp256 SHA256:")
+    assert lab.packets == []
+
+
+@pytest.mark.parametrize("server", SERVERS.values(), ids=SERVERS)
+def test_an_initrd_that_would_take_the_passphrase_is_told_so(
+    server: Callable[..., AbstractContextManager[Initrd]], tmp_path: Path
+) -> None:
+    with server(tmp_path, Disks({"cryptroot": PASSPHRASE})) as initrd:
+        status, table = check(settings_of(initrd))
+        assert initrd.received() == []
+    assert status == 0
+    verdict, seen = table[f"port {initrd.port}"]
+    assert verdict == "ok"
+    assert seen.startswith("the initrd's SSH: open; it says: SSH-2.0-")
+    assert table["machine"] == ("ok", waker.STATES["locked"])
+    assert table["host key"] == ("ok", "it is the pinned one")
+    assert table["login"] == ("ok", "root may log in with our key")
+
+
+def test_the_line_to_pin_a_host_key_can_be_pasted(tmp_path: Path) -> None:
+    with paramiko_server(tmp_path, Disks({"cryptroot": PASSPHRASE})) as initrd:
+        settings = settings_of(initrd)
+        del settings["WAKER_SSH_HOST_KEY"]
+        status, table = check(settings)
+        assert status == 0
+        verdict, seen = table["host key"]
+        (pin,) = waker.HostKey.parse_all(initrd.host_key)
+        assert verdict == "-"
+        assert f"{waker.fingerprint(pin.blob)} is shown" in seen
+        name, _, line = seen.rpartition(" pin it: ")[2].partition("=")
+        status, table = check(settings | {name: line})
+    assert (status, table["login"][0]) == (0, "ok")
+
+
+def test_another_host_key_is_wrong_and_told_by_both_fingerprints(
+    tmp_path: Path,
+) -> None:
+    pin = public_line(new_key())
+    with paramiko_server(tmp_path, Disks({"cryptroot": PASSPHRASE})) as initrd:
+        status, table = check(settings_of(initrd) | {"WAKER_SSH_HOST_KEY": pin})
+    assert status == 1
+    verdict, seen = table["host key"]
+    assert verdict == "WRONG"
+    for line in pin, initrd.host_key:
+        (key,) = waker.HostKey.parse_all(line)
+        assert waker.fingerprint(key.blob) in seen
+    assert "login" not in table
+    assert "WAKER_SSH_HOST_KEY=" not in seen  # an impostor's is not to be pasted
+
+
+def test_a_key_that_is_not_let_in_is_wrong(tmp_path: Path) -> None:
+    with paramiko_server(tmp_path, Disks({"cryptroot": PASSPHRASE})) as initrd:
+        new_key().write_private_key_file(str(initrd.ssh_key))
+        status, table = check(settings_of(initrd))
+    assert (status, table["host key"][0], table["login"][0]) == (1, "ok", "WRONG")
+    assert "it is not in its authorized_keys" in table["login"][1]
+
+
+@pytest.mark.parametrize(("pinned", "told"), [(True, (1, "WRONG")), (False, (0, "-"))])
+def test_a_key_that_is_none_is_wrong_where_it_is_needed(
+    lab: Homelab, pinned: bool, told: tuple[int, str]
+) -> None:
+    lab.ssh_key.write_text("rubbish")
+    settings = BASE | lab.settings()
+    if not pinned:
+        del settings["WAKER_SSH_HOST_KEY"]
+    status, table = check(settings)
+    assert (status, table["SSH key"][0]) == told
+    assert "must be an Ed25519, ECDSA or RSA private key" in table["SSH key"][1]
+
+
+def test_a_name_that_is_unknown_is_wrong(lab: Homelab) -> None:
+    settings = BASE | lab.settings() | {"WAKER_HOMELAB_HOST": "nowhere.invalid"}
+    status, table = check(settings)
+    assert (status, table["address"][0]) == (1, "WRONG")
+    assert table["address"][1].startswith("nowhere.invalid: ")
+
+
+def test_every_fault_of_the_configuration_is_a_line(lab: Homelab) -> None:
+    settings = {"WAKER_PIN": "s3crt", "WAKER_LISTEN": "8080"}
+    ended = run_waker("check", settings=lab.settings() | settings)
+    assert (ended.returncode, ended.stderr) == (78, "")
+    assert ended.stdout == (
+        "WRONG  configuration  WAKER_PIN must be 6 to 128 characters, or the whole line"
+        " of hash-pin\n"
+        "WRONG  configuration  WAKER_LISTEN must be address and port, such as"
+        " 127.0.0.1:8080\n"
+    )
+
+
+def test_a_certificate_that_is_missing_is_a_line(lab: Homelab) -> None:
+    tls = {"WAKER_TLS_CERT": "/nowhere/cert", "WAKER_TLS_KEY": "/nowhere/key"}
+    ended = run_waker("check", settings=BASE | lab.settings() | tls)
+    assert ended.returncode == 78
+    assert [line.split()[2] for line in ended.stdout.splitlines()] == [*tls]
+
+
+def test_a_system_that_is_up_is_told(tmp_path: Path) -> None:
+    with paramiko_server(tmp_path, Disks({})) as system:
+        settings = settings_of(system)
+        ports = "WAKER_SYSTEM_SSH_PORT", "WAKER_INITRD_SSH_PORT"
+        swapped = {name: settings[ports[i - 1]] for i, name in enumerate(ports)}
+        status, table = check(settings | swapped)
+    assert status == 0
+    assert table["machine"] == ("ok", waker.STATES["up"])
+    assert table["host key"][0] == "-"
+
+
+def test_a_port_of_both_is_one_line(tmp_path: Path) -> None:
+    with paramiko_server(tmp_path, Disks({"cryptroot": PASSPHRASE})) as initrd:
+        status, table = check(BASE | initrd.machine().settings())
+    assert (status, table["login"][0]) == (0, "ok")
+    assert sum(thing.startswith("port ") for thing in table) == 1
+
+
+def test_what_a_port_says_is_shown_without_its_control_characters(
+    lab: Homelab,
+) -> None:
+    with bind("127.0.0.1", 0) as listener:
+        listener.listen()
+        port = listener.getsockname()[1]
+        settings = BASE | lab.settings() | {"WAKER_SYSTEM_SSH_PORT": str(port)}
+        command = [sys.executable, PROGRAM, "check"]
+        with subprocess.Popen(
+            command, env=environment(settings), stdout=subprocess.PIPE, text=True
+        ) as checking:
+            with listener.accept()[0] as tcp:
+                tcp.sendall(b"\x1b[31m\xff\x00red\x07\n")
+            table = read(checking.communicate()[0])
+    seen = "the system's SSH: open; it says: [31mred"
+    assert table[f"port {port}"] == ("ok", seen)
+
+
+def test_the_interface_of_the_packet_is_told(home: Home, lab: Homelab) -> None:
+    router, _, _ = home
+    settings = BASE | lab.settings() | {"WAKER_HOMELAB_HOST": "192.168.77.20"}
+    del settings["WAKER_HOMELAB_BROADCAST"]
+    command = [*router.command(), sys.executable, PROGRAM, "check"]
+    for host, told in (
+        (
+            "192.168.77.20",
+            ("ok", "would leave from 192.168.77.1 (lan) to 255.255.255.255"),
+        ),
+        (
+            "2001:db8::9",
+            (
+                "-",
+                "would leave from 198.51.100.2 (wan; a guess, as 2001:db8::9 has no"
+                " known IPv4 address) to 255.255.255.255",
+            ),
+        ),
+    ):
+        settings["WAKER_HOMELAB_HOST"] = host
+        ended = subprocess.run(
+            command,
+            env=environment(settings),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 0
+        assert read(ended.stdout)["magic packet"] == told
+
+
+def test_a_box_without_a_way_to_the_machine_is_wrong(home: Home, lab: Homelab) -> None:
+    _, machine, _ = home
+    settings = BASE | lab.settings()
+    settings |= {"WAKER_HOMELAB_HOST": "198.51.100.9"}
+    settings |= {"WAKER_HOMELAB_BROADCAST": "255.255.255.255"}
+    ended = subprocess.run(
+        [*machine.command(), sys.executable, PROGRAM, "check"],
+        env=environment(settings),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    verdict, seen = read(ended.stdout)["magic packet"]
+    assert verdict == "WRONG"
+    assert seen.startswith("Network is unreachable; ")
+
+
+def test_a_paramiko_that_is_missing_is_wrong(lab: Homelab, tmp_path: Path) -> None:
+    venv.create(tmp_path / "bare", symlinks=True)
+    ended = subprocess.run(
+        [str(tmp_path / "bare" / "bin" / "python"), PROGRAM, "check"],
+        env=environment(BASE | lab.settings()),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    verdict, seen = read(ended.stdout)["paramiko"]
+    assert verdict == "WRONG"
+    assert "No module named 'paramiko'" in seen
+    assert "python3-paramiko" in seen
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("__version__ = '2.11.0'", "paramiko 2.11.0 is too old"),
+        ("import no_such_six", "incomplete (No module named 'no_such_six')"),
+        ("import os; os.TripleDES", "has no attribute 'TripleDES'"),
+    ],
+)
+def test_a_paramiko_that_will_not_do_is_wrong(
+    source: str, told: str, lab: Homelab, tmp_path: Path
+) -> None:
+    (tmp_path / "paramiko.py").write_text(source)
+    settings = BASE | lab.settings() | {"PYTHONPATH": str(tmp_path)}
+    status, table = check(settings)
+    assert (status, table["paramiko"][0]) == (1, "WRONG")
+    assert told in table["paramiko"][1]
