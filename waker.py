@@ -743,7 +743,8 @@ class Tokens:
 class Window:
     """Counts the events of the last `seconds`, at most `limit` of them."""
 
-    def __init__(self, limit: int, seconds: float) -> None:
+    def __init__(self, what: str, limit: int, seconds: float) -> None:
+        self._what = what
         self._limit = limit
         self._seconds = seconds
         self._times: deque[float] = deque()
@@ -759,7 +760,7 @@ class Window:
         if self.empty(now) or len(self._times) < self._limit:
             return
         wait = str(math.ceil(self._times[0] + self._seconds - now))
-        text = f"Too many attempts; try again in {wait} s"
+        text = f"Too many {self._what}; try again in {wait} s"
         raise Fault(429, text, ("Retry-After", wait))
 
     def add(self, now: float) -> None:
@@ -782,7 +783,7 @@ class Gate:
         self._lock = threading.Lock()
         self._attempts: dict[str, Window] = {}
         self._turn = threading.Lock()  # one scrypt at a time: each takes 16 MiB
-        self._wrong = Window(WRONG_PINS, 3600)
+        self._wrong = Window("wrong PINs from everywhere", WRONG_PINS, 3600)
 
     def attempt(self, client: str, now: float) -> None:
         """Count an attempt, right or wrong. Raises: Fault 429 for one too many."""
@@ -795,7 +796,7 @@ class Gate:
             # A full table forgets nobody, or a flood would wash its author out of it.
             if name not in known and len(known) >= ADDRESSES:
                 name = "all others"
-            window = known.setdefault(name, Window(ATTEMPTS, 60))
+            window = known.setdefault(name, Window("attempts", ATTEMPTS, 60))
             window.check(now)
             window.add(now)
 

@@ -103,6 +103,8 @@ def test_sixty_wrong_pins_an_hour_from_everywhere_are_the_end() -> None:
     with pytest.raises(waker.Fault) as told:
         gate.admits("246810", next(seconds))
     assert told.value.status == 429
+    text = "Too many wrong PINs from everywhere; try again in "
+    assert str(told.value).startswith(text)
     assert dict(told.value.headers)["Retry-After"] == "3540"
     assert gate.admits("246810", 3600)
 
