@@ -5,6 +5,10 @@ PARAMIKO ?=
 VENV := .venv$(PARAMIKO)
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+INIT ?= $(if $(wildcard /etc/rc.common),procd,systemd)
+PREFIX ?= $(if $(filter procd,$(INIT)),/usr,/usr/local)
+DESTDIR ?=
+CONFIG := $(DESTDIR)/etc/waker
 EXAMPLES ?= 50
 SEED ?= 1
 
@@ -25,6 +29,29 @@ dist/waker: waker.py ui.html
 	chmod 755 $@.part
 	mv $@.part $@
 
+install: dist/waker ## as a service of systemd or procd; PREFIX, DESTDIR, INIT
+	install -d $(DESTDIR)$(PREFIX)/bin
+	install -m 755 dist/waker $(DESTDIR)$(PREFIX)/bin/waker
+	test -e $(CONFIG) || install -d -m 700 $(CONFIG)
+	test -e $(CONFIG)/waker.env || install -m 600 waker.env.example $(CONFIG)/waker.env
+	$(MAKE) --no-print-directory install-$(INIT)
+
+install-systemd:
+	install -d $(DESTDIR)$(PREFIX)/lib/systemd/system
+	sed 's|/usr/local/bin|$(PREFIX)/bin|' waker.service > dist/waker.service
+	install -m 644 dist/waker.service $(DESTDIR)$(PREFIX)/lib/systemd/system
+
+install-procd:
+	install -d $(DESTDIR)/etc/init.d
+	sed 's|/usr/bin|$(PREFIX)/bin|' waker.init > dist/waker.init
+	install -m 755 dist/waker.init $(DESTDIR)/etc/init.d/waker
+
+uninstall: ## removes all of that but the configuration
+	rm -f $(DESTDIR)$(PREFIX)/bin/waker
+	rm -f $(DESTDIR)$(PREFIX)/lib/systemd/system/waker.service
+	rm -f $(DESTDIR)/etc/init.d/waker
+	@echo "$(CONFIG) is left; it has your settings and keys."
+
 test: $(VENV)/done ## all tests; those that lack a program or root are skipped
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
@@ -39,8 +66,9 @@ siege: $(VENV)/done ## the daemon under attack, 20 minutes; ATTACK=flood for som
 test-vm: $(VENV)/done ## real machines with encrypted disks, in QEMU; wants root
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --numprocesses 2 --maxschedchunk 1 tests/vm
 
-test-paramiko: $(VENV)/done ## the unlock tests alone, with PARAMIKO=2.12.0 for example
-	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_unlock.py
+test-paramiko: $(VENV)/done ## what needs paramiko alone, with PARAMIKO=2.12.0 for example
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_unlock.py tests/test_check.py \
+		tests/test_openwrt.py
 
 screenshots: $(VENV)/done ## the page in every state, to tests/screenshots/
 	$(BIN)/python tests/screenshots.py
@@ -61,4 +89,4 @@ $(VENV)/done: tests/requirements.txt
 	$(if $(PARAMIKO),$(BIN)/pip install --quiet paramiko==$(PARAMIKO))
 	touch $@
 
-.PHONY: help demo run dist test fuzz siege screenshots test-vm test-paramiko lint clean
+.PHONY: help demo run dist install install-systemd install-procd uninstall test fuzz siege screenshots test-vm test-paramiko lint clean

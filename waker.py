@@ -459,7 +459,7 @@ def why_unreadable(path: Path, error: OSError) -> str:
 
 
 def why_empty(path: Path) -> str:
-    """Tell what helps where a file is empty: our unit hands over missing ones so."""
+    """Tell what helps where there is but an empty line, our unit's for no file."""
     return f"{path} is empty; under systemd: /etc/waker/{path.name} is missing"
 
 
@@ -467,7 +467,7 @@ def file_fault(path: Path) -> str:
     """Tell why a file is of no use, and what helps; empty if it may be."""
     try:
         with path.open("rb") as file:
-            empty = not os.fstat(file.fileno()).st_size
+            empty = not file.read(2).strip()
     except OSError as error:
         return why_unreadable(path, error)
     return why_empty(path) if empty else ""
@@ -484,7 +484,7 @@ def read_env_file(path: Path) -> dict[str, str]:
         raise ConfigError([f"--env-file {why_unreadable(path, error)}"]) from None
     except UnicodeDecodeError:
         raise ConfigError([f"--env-file {path}: not UTF-8"]) from None
-    if not text:
+    if not text.strip():
         raise ConfigError([f"--env-file {why_empty(path)}"])
     values, faults = {}, []
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):

@@ -66,6 +66,22 @@ def need_root() -> None:
         pytest.skip("needs root, for namespaces of its own")
 
 
+def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run make in a folder that gets a copy of what the box needs of the checkout."""
+    folder.mkdir(exist_ok=True)
+    checkout = Path(PROGRAM).parent
+    for name in ("Makefile", "waker.py", "ui.html", "README.md"):
+        shutil.copy(checkout / name, folder)
+    for path in checkout.glob("waker.*"):
+        shutil.copy(path, folder)
+    return subprocess.run(
+        [need("make"), "--silent", "-C", str(folder), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+
+
 @dataclass
 class Answer:
     """What came back."""

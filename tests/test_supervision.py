@@ -1,20 +1,15 @@
-"""The service: what systemd is told, and the unit without a booted systemd."""
+"""What systemd is told by the daemon that it has started."""
 
 import contextlib
 import re
 import signal
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import PROGRAM, daemon, need
+from conftest import daemon
 from homelab import Homelab
-
-import waker
-
-UNIT = Path(PROGRAM).with_name("waker.service")
 
 
 @pytest.fixture(params=["in the file system", "abstract"])
@@ -81,17 +76,3 @@ def test_a_systemd_that_does_not_hear_is_no_reason_to_end(
         assert started.client.log_in().token
         assert started.stop() == 0
     assert started.log[1] == f"NOTIFY_SOCKET {name}: No such file or directory"
-
-
-def test_systemd_understands_the_unit() -> None:
-    seen = subprocess.run(
-        [need("systemd-analyze"), "verify", "--man=no", str(UNIT)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (seen.returncode, seen.stderr) == (0, "")
-
-
-def test_a_fault_in_the_configuration_is_not_tried_again() -> None:
-    assert f"\nRestartPreventExitStatus={waker.EX_CONFIG}\n" in UNIT.read_text()

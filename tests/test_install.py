@@ -1,0 +1,143 @@
+"""`make install`: what is put where, and what is never touched."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import PIN, make, need
+
+import waker
+
+UNIT = "usr/local/lib/systemd/system/waker.service"
+
+
+def install(folder: Path, *variables: str) -> dict[str, tuple[str, str]]:
+    """Install; returns each file's mode and text."""
+    make(folder, "install", "DESTDIR=root", *variables)
+    root = folder / "root"
+    return {
+        str(path.relative_to(root)): (oct(path.stat().st_mode), path.read_text())
+        for path in root.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize(
+    ("variables", "modes"),
+    [
+        (
+            ["INIT=systemd"],
+            {
+                "usr/local/bin/waker": "0o100755",
+                "usr/local/lib/systemd/system/waker.service": "0o100644",
+                "etc/waker/waker.env": "0o100600",
+            },
+        ),
+        (
+            ["INIT=systemd", "PREFIX=/usr"],
+            {
+                "usr/bin/waker": "0o100755",
+                "usr/lib/systemd/system/waker.service": "0o100644",
+                "etc/waker/waker.env": "0o100600",
+            },
+        ),
+        (
+            ["INIT=procd"],
+            {
+                "usr/bin/waker": "0o100755",
+                "etc/init.d/waker": "0o100755",
+                "etc/waker/waker.env": "0o100600",
+            },
+        ),
+    ],
+)
+def test_each_file_has_its_conventional_place_and_mode(
+    variables: list[str], modes: dict[str, str], tmp_path: Path
+) -> None:
+    files = install(tmp_path, *variables)
+    assert {name: mode for name, (mode, _) in files.items()} == modes
+    assert (tmp_path / "root/etc/waker").stat().st_mode & 0o777 == 0o700
+    program = next(name for name in modes if name.endswith("bin/waker"))
+    for name, (_, text) in files.items():
+        if not name.startswith(("usr/local/bin", "usr/bin", "etc/waker")):
+            assert f" /{program} --env-file " in text.replace("=", " ")
+
+
+def test_a_configuration_is_neither_overwritten_nor_removed(tmp_path: Path) -> None:
+    install(tmp_path, "INIT=systemd")
+    folder = tmp_path / "root/etc/waker"
+    folder.chmod(0o710)
+    (folder / "waker.env").write_text("WAKER_PIN=mine\n")
+    (folder / "ssh_key").write_text("mine, too")
+    files = install(tmp_path, "INIT=systemd")
+    assert files["etc/waker/waker.env"][1] == "WAKER_PIN=mine\n"
+    assert folder.stat().st_mode & 0o777 == 0o710
+    told = make(tmp_path, "uninstall", "DESTDIR=root").stdout
+    assert told == "root/etc/waker is left; it has your settings and keys.\n"
+    left = [path for path in (tmp_path / "root").rglob("*") if path.is_file()]
+    assert sorted(left) == [folder / "ssh_key", folder / "waker.env"]
+
+
+def test_the_example_wants_three_values_and_shows_every_setting(tmp_path: Path) -> None:
+    example = install(tmp_path, "INIT=systemd")["etc/waker/waker.env"][1]
+    file = tmp_path / "waker.env"
+    file.write_text(example)
+    with pytest.raises(waker.ConfigError) as told:
+        waker.read_config(waker.Reader(waker.read_env_file(file)), tmp_path)
+    missing = ["WAKER_PIN", "WAKER_HOMELAB_MAC", "WAKER_HOMELAB_HOST"]
+    faults = str(told.value).splitlines()
+    assert sorted(fault.split()[0] for fault in faults) == sorted(missing)
+    values = [PIN, "52:54:00:12:34:56", "192.168.1.20"]
+    for name, value in zip(missing, values, strict=True):
+        example = example.replace(f"\n{name}=\n", f"\n{name}={value}\n")
+    file.write_text(example)
+    config = waker.read_config(waker.Reader(waker.read_env_file(file)), tmp_path)
+    file.write_text(example.replace("\n#WAKER", "\nWAKER"))
+    shown = waker.read_env_file(file)
+    assert shown.keys() == {setting.name for setting in waker.SETTINGS}
+    for setting in waker.SETTINGS:
+        assert setting.default in ("", shown[setting.name])
+    assert config.machine.host_keys == ()
+
+
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    install(tmp_path, "INIT=systemd")
+    verify = [need("systemd-analyze"), "verify", "--man=no", "--recursive-errors=no"]
+    seen = subprocess.run(
+        [*verify, f"--root={tmp_path}/root", f"/{UNIT}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (seen.returncode, seen.stderr) == (0, "")
+
+
+def test_the_sandbox_leaves_little_exposed(tmp_path: Path) -> None:
+    install(tmp_path, "INIT=systemd")
+    unit = tmp_path / "root" / UNIT
+    analyze = [need("systemd-analyze"), "security", "--offline=true", "--threshold=15"]
+    for text, status in (
+        (unit.read_text(), 0),
+        (unit.read_text().replace("CapabilityBoundingSet=\n", ""), 1),
+    ):
+        unit.write_text(text)
+        seen = subprocess.run([*analyze, str(unit)], capture_output=True, check=False)
+        assert (seen.returncode, seen.stderr) == (status, b"")
+
+
+def test_a_fault_in_the_configuration_is_not_tried_again(tmp_path: Path) -> None:
+    unit = install(tmp_path, "INIT=systemd")[UNIT][1]
+    assert f"\nRestartPreventExitStatus={waker.EX_CONFIG}\n" in unit
+
+
+def test_the_script_for_procd_is_sound(tmp_path: Path) -> None:
+    install(tmp_path, "INIT=procd")
+    script = tmp_path / "root/etc/init.d/waker"
+    seen = subprocess.run(
+        [need("shellcheck"), "--shell=dash", str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (seen.returncode, seen.stdout) == (0, "")
+    assert "\n\tprocd_set_param respawn 3600 5 0 " in script.read_text()
