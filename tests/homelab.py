@@ -210,7 +210,7 @@ class Homelab:
         self._initrd_key, self._system_key = new_key(), new_key()
         self.host_key = public_line(self._initrd_key)
         self.packets: list[bytes] = []
-        self._udp = bind_udp(address, packet_port)
+        self._udp = bind_udp("", packet_port)  # so that a broadcast is heard, too
         self.packet_port = int(self._udp.getsockname()[1])
         holes = [Blackhole(address) for _ in range(1 if shared_port else 2)]
         self.initrd_port, self.system_port = holes[0].port, holes[-1].port

@@ -85,11 +85,12 @@ class Computer:
             selector.register(self._lan.cable, selectors.EVENT_READ)
             while selector.select(max(deadline - time.monotonic(), 0)):
                 if is_magic(os.read(self._lan.cable, 65536)):
-                    self._switch_on()
+                    self.switch_on()
                     return True
         return False
 
-    def _switch_on(self) -> None:
+    def switch_on(self) -> None:
+        root = "mapper/cryptroot" if self.guest.encrypted else "vda ip=off"
         disks = [
             f"if=virtio,format=raw,snapshot=on,file={self.guest.folder / disk}"
             for disk in self.guest.disks
@@ -97,15 +98,16 @@ class Computer:
         # Without norandmaps the emulation takes minutes. The console is to show what
         # systemd has to complain of.
         options = (
-            "console=ttyS0 norandmaps mitigations=off cryptomgr.notests panic=1"
-            " root=/dev/mapper/cryptroot systemd.journald.forward_to_console=1"
+            f"root=/dev/{root} console=ttyS0 norandmaps mitigations=off"
+            " cryptomgr.notests panic=1 systemd.journald.forward_to_console=1"
             " systemd.journald.max_level_console=warning"
         )
         command = [
             *(need("setpriv"), "--pdeathsig", "KILL"),
             *(need("qemu-system-x86_64"), "-accel", "tcg", "-cpu", "max"),
-            *("-machine", "q35", "-m", "768", "-no-reboot", "-nodefaults"),
-            *("-display", "none", "-serial", "stdio"),
+            *("-machine", "q35", "-m", "768", "-nodefaults"),
+            *("-display", "none", "-serial", "mon:stdio"),
+            *(["-no-reboot"] if self.guest.encrypted else []),
             *("-kernel", str(self.guest.folder / "vmlinuz")),
             *("-initrd", str(self.guest.folder / "initrd"), "-append", options),
             *("-netdev", f"tap,id=lan,fd={self._lan.cable}"),
@@ -136,6 +138,10 @@ class Computer:
         assert self._qemu.stdin
         self._qemu.stdin.write(text.encode())
         self._qemu.stdin.flush()
+
+    def plug(self, *, in_: bool) -> None:
+        """Pull the computer's network plug, or put it in again: a command to QEMU."""
+        self.type(f"\x01cset_link lan {'on' if in_ else 'off'}\n\x01c")
 
     @property
     def console(self) -> str:

@@ -29,7 +29,7 @@ PACKAGES = {
     "bookworm": "cryptsetup-initramfs,dropbear-initramfs,linux-image-cloud-amd64",
     "trixie": "cryptsetup,dracut,dracut-network,systemd-cryptsetup",
 }
-COMMON = "iproute2,kmod,openssh-server,systemd-sysv,udev,zstd"
+COMMON = "iproute2,kmod,openssh-server,python3-paramiko,systemd-sysv,udev,zstd"
 
 LAN = f"""\
 [Match]
@@ -50,6 +50,7 @@ class Guest:
     port: int = 2222  # of the initrd's SSH
     forced: bool = False  # that SSH runs nothing but cryptroot-unlock
     disks: Sequence[str] = ("cryptroot",)
+    encrypted: bool = True
     iterations: int = 1000  # of PBKDF2; under TCG, a second has some 40,000
 
     @property
@@ -74,6 +75,12 @@ GUESTS = (
     Guest("two-disks", disks=("cryptroot", "crypthome")),
     Guest("slow", iterations=800_000),
     Guest("dracut", suite="trixie", dialect="systemd"),
+)
+
+
+BOXES = (
+    Guest("box-12", disks=("system",), encrypted=False),
+    Guest("box-13", suite="trixie", disks=("system",), encrypted=False),
 )
 
 
@@ -120,12 +127,20 @@ def install(suite: str) -> None:
     )
     tree.chmod(0o755)
     write(tree / "etc/hostname", "guest\n")
-    write(tree / "etc/systemd/network/lan.network", LAN)
+    write(tree / "etc/systemd/network/10-lan.network", LAN)
     run_in(tree, "systemctl", "enable", "systemd-networkd")
     # Else each boot would be a first one, with all its chores.
     write(tree / "etc/machine-id", uuid.uuid4().hex + "\n")
     for folder in ("etc", "var"):
         (tree / folder / ".updated").touch()
+
+
+def install_minimal(suite: str) -> None:
+    """Make a Debian that has nothing but Python and paramiko."""
+    tree = BUILD / f"minimal-{suite}"
+    programs = "--variant=minbase", "--include=python3,python3-paramiko"
+    run("unshare", "--mount", "mmdebstrap", *programs, suite, tree)
+    tree.chmod(0o755)
 
 
 def configure(guest: Guest, tree: Path, attach: str) -> None:
@@ -174,6 +189,18 @@ def with_dracut(guest: Guest, tree: Path) -> tuple[Path, str]:
     return tree / "boot/initrd", (folder / "host_key.pub").read_text()
 
 
+def without_unlocking(guest: Guest, tree: Path) -> tuple[Path, str]:
+    """Make a box to run waker on, which root may enter; it has no initrd of its own."""
+    write(tree / "etc/fstab", "/dev/vda / ext4 defaults 0 0\n")
+    authorized = tree / "root/.ssh/authorized_keys"
+    write(authorized, SSH_KEY.with_suffix(".pub").read_text())
+    authorized.parent.chmod(0o700)
+    if guest.suite != "bookworm":
+        shutil.copytree(BUILD / "bookworm/lib/modules", tree / "lib/modules")
+    (initrd,) = BUILD.glob("bookworm/boot/initrd.img-*")
+    return initrd, (tree / "etc/ssh/ssh_host_ed25519_key.pub").read_text()
+
+
 def encrypt(image: Path, disk: str, guest: Guest) -> None:
     """Turn a file system into a LUKS2 disk, in place."""
     run(
@@ -191,6 +218,8 @@ def build(guest: Guest) -> None:
     guest.folder.mkdir()
     run("cp", "--archive", "--one-file-system", BUILD / guest.suite, tree)
     make_initrd = with_dracut if guest.suite == "trixie" else with_initramfs_tools
+    if not guest.encrypted:
+        make_initrd = without_unlocking
     initrd, host_key = make_initrd(guest, tree)
     shutil.copy(initrd, guest.folder / "initrd")
     write(guest.folder / "host_key.pub", host_key)
@@ -198,11 +227,12 @@ def build(guest: Guest) -> None:
     shutil.copy(kernel, guest.folder / "vmlinuz")
     for disk in guest.disks:
         image = guest.folder / disk
-        content = ("-d", tree) if disk == "cryptroot" else ()
-        run("mke2fs", "-q", "-t", "ext4", *content, image, "480M" if content else "32M")
-        with image.open("ab") as file:
-            file.truncate(image.stat().st_size + (32 << 20))
-        encrypt(image, disk, guest)
+        content = () if disk == "crypthome" else ("-d", tree)
+        run("mke2fs", "-q", "-t", "ext4", *content, image, "576M" if content else "32M")
+        if guest.encrypted:
+            with image.open("ab") as file:
+                file.truncate(image.stat().st_size + (32 << 20))
+            encrypt(image, disk, guest)
     shutil.rmtree(tree)
 
 
@@ -213,7 +243,8 @@ def build_all() -> None:
     run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", SSH_KEY)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(install, PACKAGES))  # as a list, it raises what was raised
-        list(pool.map(build, GUESTS))
+        list(pool.map(install_minimal, PACKAGES))
+        list(pool.map(build, GUESTS + BOXES))
     for suite in PACKAGES:
         shutil.rmtree(BUILD / suite)
 
