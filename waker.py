@@ -57,6 +57,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
@@ -1522,7 +1523,7 @@ class Unlocker:
     """Runs the process, for one who claimed it, and believes only what it told."""
 
     def __init__(self, config: Config, environment: Mapping[str, str]) -> None:
-        program = [sys.executable, "-W", "ignore", str(Path(__file__).resolve())]
+        program = [sys.executable, str(Path(__file__).resolve())]
         self._command = [*program, "unlock", "--seconds", str(config.unlock_seconds)]
         self._seconds = config.unlock_seconds
         others = {n: v for n, v in environment.items() if not n.startswith("WAKER_")}
@@ -2996,6 +2997,7 @@ def main(argv: Sequence[str]) -> int:
     """Run a command; the result is the exit status."""
     arguments = parse_arguments(argv)
     forbid_core_dumps()
+    warnings.simplefilter("ignore")  # paramiko's, of what cryptography will drop
     if arguments.command == "hash-pin":
         return hash_pin()
     journald = bool(sys.stderr) and journald_reads(os.environ)

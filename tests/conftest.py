@@ -220,7 +220,7 @@ def run_waker(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command of waker.py to its end."""
     return subprocess.run(
-        [sys.executable, "-W", "ignore", PROGRAM, *arguments],
+        [sys.executable, PROGRAM, *arguments],
         env=environment(settings or {}),
         input=given,
         capture_output=True,

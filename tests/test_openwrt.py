@@ -120,7 +120,7 @@ def test_its_other_commands_run_there_too(
     command: list[str], openwrt: dict[str, str], lab: Homelab
 ) -> None:
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", PROGRAM, *command],
+        [sys.executable, PROGRAM, *command],
         env=environment(lab.settings() | openwrt | {"WAKER_PIN": PIN}),
         input=PIN,
         capture_output=True,

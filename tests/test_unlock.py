@@ -65,7 +65,7 @@ def unlock(
 ) -> tuple[waker.Outcome, list[str]]:
     """Run `waker.py unlock` as the daemon does; returns the outcome and the steps."""
     began = time.monotonic()
-    program = [sys.executable, "-W", "ignore", PROGRAM, "unlock"]
+    program = [sys.executable, PROGRAM, "unlock"]
     child = subprocess.run(
         [*command, *program, "--seconds", str(seconds)],
         env=environment(machine.settings()),
