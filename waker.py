@@ -1047,8 +1047,8 @@ class Watcher:
 
 # ---- Unlocking, in a process of its own ----------------------------------------------
 # `waker.py unlock`: one passphrase, one machine, then the process ends, and with it all
-# memory and threads that knew the passphrase. Only here paramiko is imported. Nothing
-# that the machine writes is told but a disk's name: it might repeat the passphrase.
+# memory and threads that knew the passphrase. Only it, and `check`, import paramiko.
+# Nothing that the machine writes is told but a disk's name: it might repeat it.
 
 CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
 LOST_SECONDS: Final = 10  # without a sign of life from the machine's kernel: it is gone
@@ -2728,19 +2728,25 @@ def check_machine(machine: Machine) -> tuple[list[Finding], Sight]:
     return [*findings, Finding("machine", STATES[sight.state], verdict)], sight
 
 
-def check_initrd(machine: Machine) -> list[Finding]:
-    """See which host key the initrd shows, and whether it lets us in."""
+def check_unpinned(machine: Machine) -> list[Finding]:
+    """See which host key the initrd shows, where none is pinned."""
+    try:
+        transport = begin(machine)
+        try:
+            key = exchange_keys(transport, machine)
+        finally:
+            hang_up(transport)
+    except NotUnlocked as why:
+        return [Finding("host key", str(why), WRONG)]
+    seen = f"none is pinned; {fingerprint(key.blob)} is shown. If that is your"
+    seen += f" machine's, pin it: WAKER_SSH_HOST_KEY={key}"
+    return [Finding("host key", seen, UNSEEN)]
+
+
+def check_login(machine: Machine) -> list[Finding]:
+    """See whether the initrd shows the pinned host key, and lets us in."""
     steps: list[str] = []
     try:
-        if not machine.host_keys:
-            transport = begin(machine)
-            try:
-                key = exchange_keys(transport, machine)
-            finally:
-                hang_up(transport)
-            seen = f"none is pinned. {fingerprint(key.blob)} is shown; if that is your"
-            seen += f" machine's, pin it: WAKER_SSH_HOST_KEY={key}"
-            return [Finding("host key", seen, UNSEEN)]
         hang_up(connect(machine, Progress(steps.append)))
     except NotUnlocked as why:
         if "verified" not in steps:
@@ -2762,8 +2768,10 @@ def check(config: Config) -> list[Finding]:
     import paramiko
 
     findings += [Finding("paramiko", paramiko.__version__), check_key(machine)]
+    if sight.initrd_ssh_open and machine.host_keys:
+        return findings + check_login(machine)
     if sight.initrd_ssh_open:
-        return findings + check_initrd(machine)
+        return findings + check_unpinned(machine)
     seen = "not seen, as the initrd's SSH is not there"
     return [*findings, Finding("host key", seen, UNSEEN)]
 

@@ -104,7 +104,7 @@ class Computer:
         )
         command = [
             *(need("setpriv"), "--pdeathsig", "KILL"),
-            *(need("qemu-system-x86_64"), "-accel", "tcg", "-cpu", "max"),
+            *(need("qemu-system-x86_64"), "-accel", "tcg", "-cpu", "Westmere"),
             *("-machine", "q35", "-m", "768", "-nodefaults"),
             *("-display", "none", "-serial", "mon:stdio"),
             *(["-no-reboot"] if self.guest.encrypted else []),
