@@ -8,6 +8,7 @@ PYTEST_ARGS ?=
 INIT ?= $(if $(wildcard /etc/rc.common),procd,systemd)
 PREFIX ?= $(if $(filter procd,$(INIT)),/usr,/usr/local)
 DESTDIR ?=
+UNITS := $(PREFIX)/lib/systemd/system
 CONFIG := $(DESTDIR)/etc/waker
 EXAMPLES ?= 50
 SEED ?= 1
@@ -23,33 +24,36 @@ run: $(VENV)/done ## the daemon, with the settings of the environment or ENV_FIL
 
 dist: dist/waker ## one file, with the page inside
 
-dist/waker: waker.py ui.html
+dist/waker: always
 	mkdir -p dist
+	! grep '"""' ui.html # it would end the text too early
 	sed '/^PAGE: Final = r"""$$/r ui.html' waker.py > $@.part
+	grep -q '^</html>$$' $@.part
 	chmod 755 $@.part
 	mv $@.part $@
 
-install: dist/waker ## as a service of systemd or procd; PREFIX, DESTDIR, INIT
-	install -d $(DESTDIR)$(PREFIX)/bin
-	install -m 755 dist/waker $(DESTDIR)$(PREFIX)/bin/waker
-	test -e $(CONFIG) || install -d -m 700 $(CONFIG)
-	test -e $(CONFIG)/waker.env || install -m 600 waker.env.example $(CONFIG)/waker.env
-	$(MAKE) --no-print-directory install-$(INIT)
+install: install-$(INIT) ## as a service of systemd or procd; PREFIX, DESTDIR, INIT
+	test -e "$(CONFIG)" || install -d -m 700 "$(CONFIG)"
+	test -e "$(CONFIG)/waker.env" -o -L "$(CONFIG)/waker.env" || \
+		install -m 600 waker.env.example "$(CONFIG)/waker.env"
 
-install-systemd:
-	install -d $(DESTDIR)$(PREFIX)/lib/systemd/system
+install-program: dist/waker
+	install -d "$(DESTDIR)$(PREFIX)/bin"
+	install -m 755 dist/waker "$(DESTDIR)$(PREFIX)/bin/waker"
+
+install-systemd: install-program
+	install -d "$(DESTDIR)$(UNITS)"
 	sed 's|/usr/local/bin|$(PREFIX)/bin|' waker.service > dist/waker.service
-	install -m 644 dist/waker.service $(DESTDIR)$(PREFIX)/lib/systemd/system
+	install -m 644 dist/waker.service "$(DESTDIR)$(UNITS)/waker.service"
 
-install-procd:
-	install -d $(DESTDIR)/etc/init.d
+install-procd: install-program
+	install -d "$(DESTDIR)/etc/init.d"
 	sed 's|/usr/bin|$(PREFIX)/bin|' waker.init > dist/waker.init
-	install -m 755 dist/waker.init $(DESTDIR)/etc/init.d/waker
+	install -m 755 dist/waker.init "$(DESTDIR)/etc/init.d/waker"
 
 uninstall: ## removes all of that but the configuration
-	rm -f $(DESTDIR)$(PREFIX)/bin/waker
-	rm -f $(DESTDIR)$(PREFIX)/lib/systemd/system/waker.service
-	rm -f $(DESTDIR)/etc/init.d/waker
+	rm -f "$(DESTDIR)$(PREFIX)/bin/waker"
+	rm -f "$(DESTDIR)$(UNITS)/waker.service" "$(DESTDIR)/etc/init.d/waker"
 	@echo "$(CONFIG) is left; it has your settings and keys."
 
 test: $(VENV)/done ## all tests; those that lack a program or root are skipped
@@ -89,4 +93,5 @@ $(VENV)/done: tests/requirements.txt
 	$(if $(PARAMIKO),$(BIN)/pip install --quiet paramiko==$(PARAMIKO))
 	touch $@
 
-.PHONY: help demo run dist install install-systemd install-procd uninstall test fuzz siege screenshots test-vm test-paramiko lint clean
+.PHONY: always help demo run dist install install-program install-systemd install-procd \
+	uninstall test fuzz siege screenshots test-vm test-paramiko lint clean

@@ -1,11 +1,14 @@
 """The one file: it is what the two files are, and it runs alone."""
 
+import os
 import re
+import subprocess
+import time
 import tomllib
 from pathlib import Path
 
 import pytest
-from conftest import PASSPHRASE, PROGRAM, daemon, make
+from conftest import PASSPHRASE, PROGRAM, daemon, make, need
 from homelab import Homelab
 
 import waker
@@ -50,6 +53,27 @@ def test_the_checkout_can_be_run_by_a_symlink(lab: Homelab, tmp_path: Path) -> N
     link.symlink_to(PROGRAM)
     with daemon(lab.settings(), program=str(link)) as started:
         assert started.client.call("GET", "/").body == PAGE.encode()
+
+
+def test_an_older_one_is_never_taken_for_it(tmp_path: Path) -> None:
+    make(tmp_path, "dist")
+    ahead = time.time() + 3600
+    os.utime(tmp_path / "dist" / "waker", (ahead, ahead))
+    page = tmp_path / "ui.html"
+    page.write_text(page.read_text().replace("<title>", "<title>new "))
+    command = [need("make"), "--silent", "-C", str(tmp_path), "dist"]
+    subprocess.run(command, check=True)
+    assert "<title>new " in (tmp_path / "dist" / "waker").read_text()
+    for damage in ('"""', ""):
+        page.write_text(damage)
+        assert subprocess.run(command, capture_output=True, check=False).returncode == 2
+        assert "<title>new " in (tmp_path / "dist" / "waker").read_text()
+
+
+def test_the_changes_begin_with_its_version() -> None:
+    changes = CHECKOUT.joinpath("CHANGELOG.md").read_text()
+    first = re.findall(r"(?m)^## (.*)$", changes)[0]
+    assert first == waker.__version__
 
 
 def test_its_metadata_names_what_a_trial_has_to_install() -> None:

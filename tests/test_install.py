@@ -68,14 +68,28 @@ def test_a_configuration_is_neither_overwritten_nor_removed(tmp_path: Path) -> N
     folder = tmp_path / "root/etc/waker"
     folder.chmod(0o710)
     (folder / "waker.env").write_text("WAKER_PIN=mine\n")
-    (folder / "ssh_key").write_text("mine, too")
+    names = ["cert.pem", "key.pem", "ssh_key", "ssh_key.pub", "waker.env"]
+    for name in names[:-1]:
+        (folder / name).write_text("mine, too")
+    install(tmp_path, "INIT=procd")
     files = install(tmp_path, "INIT=systemd")
     assert files["etc/waker/waker.env"][1] == "WAKER_PIN=mine\n"
     assert folder.stat().st_mode & 0o777 == 0o710
+    told = make(tmp_path, "uninstall", "DESTDIR=root", "PREFIX=/usr").stdout
     told = make(tmp_path, "uninstall", "DESTDIR=root").stdout
     assert told == "root/etc/waker is left; it has your settings and keys.\n"
     left = [path for path in (tmp_path / "root").rglob("*") if path.is_file()]
-    assert sorted(left) == [folder / "ssh_key", folder / "waker.env"]
+    assert sorted(left) == [folder / name for name in names]
+
+
+def test_settings_that_are_elsewhere_just_now_are_not_overwritten(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "root/etc/waker"
+    folder.mkdir(parents=True)
+    (folder / "waker.env").symlink_to("../unmounted/waker.env")
+    install(tmp_path, "INIT=systemd")
+    assert (folder / "waker.env").is_symlink()
 
 
 def test_the_example_wants_three_values_and_shows_every_setting(tmp_path: Path) -> None:
@@ -97,7 +111,8 @@ def test_the_example_wants_three_values_and_shows_every_setting(tmp_path: Path) 
     assert shown.keys() == {setting.name for setting in waker.SETTINGS}
     for setting in waker.SETTINGS:
         assert setting.default in ("", shown[setting.name])
-    assert config.machine.host_keys == ()
+    three = dict(zip(missing, values, strict=True))
+    assert config[1:] == waker.read_config(waker.Reader(three), tmp_path)[1:]
 
 
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
@@ -115,7 +130,7 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
 def test_the_sandbox_leaves_little_exposed(tmp_path: Path) -> None:
     install(tmp_path, "INIT=systemd")
     unit = tmp_path / "root" / UNIT
-    analyze = [need("systemd-analyze"), "security", "--offline=true", "--threshold=15"]
+    analyze = [need("systemd-analyze"), "security", "--offline=true", "--threshold=11"]
     for text, status in (
         (unit.read_text(), 0),
         (unit.read_text().replace("CapabilityBoundingSet=\n", ""), 1),
@@ -140,4 +155,71 @@ def test_the_script_for_procd_is_sound(tmp_path: Path) -> None:
         check=False,
     )
     assert (seen.returncode, seen.stdout) == (0, "")
-    assert "\n\tprocd_set_param respawn 3600 5 0 " in script.read_text()
+
+
+# In place of /etc/rc.common: what the script asks of the system is printed.
+RC_COMMON = """\
+for name in user_add chown chmod find logger procd_open_instance procd_close_instance \
+    procd_set_param
+do
+    eval "$name() { echo $name \\"\\$@\\"; }"
+done
+user_exists() { return "$unknown"; }
+group_add_next() { echo 1000; }
+id() { return "$unmade"; }
+. ./waker.init
+env_file=./waker.env
+echo "$USE_PROCD $START"
+start_service
+"""
+
+
+def ask_procd(folder: Path, *, unknown: int = 0, unmade: int = 0) -> tuple[int, str]:
+    """Run the script in a folder of its own."""
+    make(folder, "dist")
+    script = f"unknown={unknown}\nunmade={unmade}\n{RC_COMMON}"
+    ended = subprocess.run(
+        [need("busybox"), "sh", "-c", script],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    return ended.returncode, ended.stdout
+
+
+def test_procd_is_asked_to_run_it_as_nobody_else_and_for_ever(tmp_path: Path) -> None:
+    tmp_path.joinpath("waker.env").touch()
+    begin = "1 95\n"
+    instance = """\
+chown root:waker /etc/waker
+chmod 0750 /etc/waker
+find /etc/waker -type f -exec chown waker:waker {} ; -exec chmod 0600 {} ;
+chown root:waker ./waker.env
+chmod 0640 ./waker.env
+procd_open_instance
+procd_set_param command /usr/bin/waker --env-file ./waker.env
+procd_set_param user waker
+procd_set_param file ./waker.env
+procd_set_param respawn 3600 5 0
+procd_set_param term_timeout 100
+procd_set_param stdout 1
+procd_set_param stderr 1
+procd_close_instance
+"""
+    new_user = "user_add waker  1000\n"
+    assert ask_procd(tmp_path) == (0, begin + instance)
+    assert ask_procd(tmp_path, unknown=1) == (0, begin + new_user + instance)
+    status, asked = ask_procd(tmp_path, unmade=1)
+    assert status == 1
+    assert "there is no user waker, so waker is not started" in asked
+    assert "procd" not in asked
+
+
+def test_procd_is_asked_nothing_without_settings(tmp_path: Path) -> None:
+    status, asked = ask_procd(tmp_path)
+    assert status == 1
+    assert asked == (
+        "1 95\nlogger -s -t waker -p daemon.err ./waker.env is missing, so waker is not"
+        " started\n"
+    )
