@@ -59,7 +59,7 @@ import threading
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeVar, cast
@@ -431,7 +431,7 @@ SETTINGS: Final = (
     Setting("WAKER_SYSTEM_SSH_PORT", "a port, 1 to 65535: the system's", "22"),
     Setting("WAKER_SSH_USER", "a user's name", "root"),
     Setting("WAKER_SSH_KEY", "our private key's path, from FILE's folder", "ssh_key"),
-    Setting("WAKER_SSH_HOST_KEY", "the initrd's host key, such as ssh-ed25519 AAAA…"),
+    Setting("WAKER_SSH_HOST_KEY", "the initrd's host key, as in ssh-ed25519 AAAA..."),
     Setting("WAKER_LISTEN", "address and port, such as 127.0.0.1:8080", "[::]:8080"),
     Setting("WAKER_TLS_CERT", "a certificate's path; WAKER_TLS_KEY goes with it"),
     Setting("WAKER_TLS_KEY", "its private key's path; WAKER_TLS_CERT goes with it"),
@@ -449,8 +449,8 @@ class ConfigError(Exception):
 
 
 FILE_REMEDIES: Final = {
-    errno.ENOENT: "; make it, or correct the path",
-    errno.EACCES: "; waker's user must be able to read it; by hand, use sudo",
+    errno.ENOENT: "; make it, or correct the path (under systemd, LoadCredential=)",
+    errno.EACCES: "; by hand, use sudo (under systemd, LoadCredential=)",
 }
 
 
@@ -459,16 +459,23 @@ def why_unreadable(path: Path, error: OSError) -> str:
     return f"{path}: {error.strerror}{FILE_REMEDIES.get(error.errno or 0, '')}"
 
 
+NOTHING: Final = ("", "\n")  # our unit hands over the latter for a missing file
+
+
 def why_empty(path: Path) -> str:
-    """Tell what helps where there is but an empty line, our unit's for no file."""
-    return f"{path} is empty; under systemd: /etc/waker/{path.name} is missing"
+    """Tell what helps where a file has nothing in it."""
+    if Path("/run/credentials") in path.parents:
+        return f"{path} is empty, as /etc/waker/{path.name} is missing: make that one"
+    return f"{path} is empty; fill it"
 
 
 def file_fault(path: Path) -> str:
     """Tell why a file is of no use, and what helps; empty if it may be."""
     try:
+        if path.exists() and not path.is_file():
+            return f"{path} is no file; correct the path"
         with path.open("rb") as file:
-            empty = not file.read(2).strip()
+            empty = file.read(2).decode("latin-1") in NOTHING
     except OSError as error:
         return why_unreadable(path, error)
     return why_empty(path) if empty else ""
@@ -485,7 +492,7 @@ def read_env_file(path: Path) -> dict[str, str]:
         raise ConfigError([f"--env-file {why_unreadable(path, error)}"]) from None
     except UnicodeDecodeError:
         raise ConfigError([f"--env-file {path}: not UTF-8"]) from None
-    if not text.strip():
+    if text in NOTHING:
         raise ConfigError([f"--env-file {why_empty(path)}"])
     values, faults = {}, []
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
@@ -816,6 +823,7 @@ class Gate:
 
 LIMITED_BROADCAST: Final = "255.255.255.255"
 SIOCGIFADDR: Final = 0x8915  # ask for an interface's IPv4 address; linux/sockios.h
+SIOCGIFNETMASK: Final = 0x891B  # and for the mask of its network
 
 Address = tuple[str | int, ...]  # as the socket module has it: host and port first
 
@@ -1507,7 +1515,7 @@ def unlock(
         if not machine.host_keys:
             raise NotUnlocked(
                 "no host key is pinned, so anybody might get the passphrase. While the"
-                " initrd waits, waker.py check prints the line for WAKER_SSH_HOST_KEY"
+                " initrd waits, `waker check` prints the line for WAKER_SSH_HOST_KEY"
             )
         transport = connect(machine, progress)
         return converse(transport, machine, passphrase, progress, deadline)
@@ -1526,7 +1534,8 @@ class Unlocker:
         program = [sys.executable, str(Path(__file__).resolve())]
         self._command = [*program, "unlock", "--seconds", str(config.unlock_seconds)]
         self._seconds = config.unlock_seconds
-        others = {n: v for n, v in environment.items() if not n.startswith("WAKER_")}
+        ours = ("WAKER_", "NOTIFY_SOCKET", "WATCHDOG_")
+        others = {n: v for n, v in environment.items() if not n.startswith(ours)}
         self._environment = others | config.machine.settings()  # the PIN is not in it
         self._busy = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
@@ -1593,6 +1602,11 @@ NOTICE: Final = 5
 LINE: Final = 1000  # characters; a pipe with any room at all takes that without a wait
 
 
+def printable(text: str) -> str:
+    """Escape all but printable ASCII."""
+    return re.sub("[^ -~]", lambda odd: ascii(odd[0])[1:-1], text)
+
+
 class Log:
     """Writes whole lines of printable ASCII, whatever a client sent.
 
@@ -1609,8 +1623,7 @@ class Log:
         """Write one line, the client's address first; or else count it as lost."""
         if self._descriptor is None:
             return
-        line = f"ip={client} {text}" if client else text
-        line = re.sub("[^ -~]", lambda odd: ascii(odd[0])[1:-1], line[:LINE])[:LINE]
+        line = printable((f"ip={client} {text}" if client else text)[:LINE])[:LINE]
         with self._lock:
             lines = [f"{self._lost} lines are lost"] * (self._lost > 0) + [line]
             prefix = f"<{level}>" if self._journald else ""
@@ -1646,27 +1659,27 @@ class Supervisor:
         self._address = environment.get("NOTIFY_SOCKET", "")
         self._log = log
         self._interval = math.inf
-        watched = environment.get("WATCHDOG_PID") in (None, str(os.getpid()))
-        if watched and "WATCHDOG_USEC" in environment:
-            # Twice in the time after which we count as hung.
-            self._interval = int(environment["WATCHDOG_USEC"]) / 2e6
+        ours = environment.get("WATCHDOG_PID") in (None, str(os.getpid()))
+        microseconds = environment.get("WATCHDOG_USEC", "")
+        if ours and re.fullmatch("[1-9][0-9]{5,15}", microseconds):  # from 0.1 s on
+            self._interval = int(microseconds) / 2e6  # twice before we count as hung
         self.due = math.inf  # monotonic seconds: when it is to hear of us next
 
-    def tell(self, state: str) -> None:
-        """Tell it one of: READY=1, WATCHDOG=1, STOPPING=1."""
+    def tell(self, state: str, seconds: float = 0) -> None:
+        """Tell it one of: READY=1, WATCHDOG=1, STOPPING=1; wait so long for its ear."""
         if not self._address:
             return
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-                sender.settimeout(0)  # if it hangs, we do not
+                sender.settimeout(seconds)
                 sender.sendto(state.encode(), re.sub("^@", "\0", self._address))
         except OSError as error:
-            text = f"NOTIFY_SOCKET {self._address}: {error.strerror}"
+            text = f"NOTIFY_SOCKET {self._address}: {error.strerror or 'timed out'}"
             self._log.event(text, level=ERROR)
 
     def ready(self, now: float) -> None:
         """Tell it that we serve from now on."""
-        self.tell("READY=1")
+        self.tell("READY=1", 10)  # there is nobody to serve before it has heard that
         self.due = now + self._interval
 
     def live(self, now: float) -> None:
@@ -2534,6 +2547,7 @@ class Server(http.server.HTTPServer):
             connection.size = connection.size or seen
             self._leave(connection)
             while len(self._busy) >= QUEUE:  # more would only take memory
+                self._app.supervisor.live(time.monotonic())
                 self._take_answers()
             self._busy.add(connection)
             self._whole.put(connection)
@@ -2687,49 +2701,59 @@ def check_address(machine: Machine) -> Finding:
     return Finding("address", ", ".join(addresses))
 
 
+def network_of(way: Way) -> ipaddress.IPv4Network:
+    """Tell the network that a broadcast reaches. Raises: OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        asked = struct.pack("256s", way.interface.encode())
+        mask = socket.inet_ntoa(fcntl.ioctl(udp, SIOCGIFNETMASK, asked)[20:24])
+    return ipaddress.IPv4Network((way.source, mask), strict=False)
+
+
 def check_packet(config: Config) -> Finding:
-    """See which way the magic packet would take."""
+    """See which way the magic packet would take, and whether that leads there."""
+    remedy = "give this box an address in the machine's network"
     try:
         way = find_way(config)
+        seen = f"would leave from {way} to {config.broadcast}"
+        if way.doubt or config.broadcast != LIMITED_BROADCAST:
+            return Finding("magic packet", seen, UNSEEN if way.doubt else "ok")
+        network = network_of(way)
+        ((_, address), *_) = resolve(config.machine.host, 0, socket.AF_INET)
     except OSError as error:
-        remedy = "give this box an address in the machine's network"
         return Finding("magic packet", f"{error.strerror}; {remedy}", WRONG)
-    seen = f"would leave from {way} to {config.broadcast}"
-    return Finding("magic packet", seen, UNSEEN if way.doubt else "ok")
+    if ipaddress.IPv4Address(address[0]) in network:
+        return Finding("magic packet", seen)
+    seen += f", which ends with {network}, and {address[0]} is not in it; {remedy}"
+    return Finding("magic packet", seen, WRONG)
 
 
-def check_port(port: int, whose: str, door: Door) -> Finding:
+def check_port(whose: str, port: int, door: Door) -> Finding:
     """Tell what a port did."""
-    ident = re.sub("[^ -~]", "", door.ident.decode("ascii", "replace"))
     if door.open:
-        return Finding(f"port {port}", f"{whose}: open; it says: {ident or 'nothing'}")
+        ident = door.ident.decode("latin-1").strip()
+        return Finding(f"{whose} port", f"{port} is open; it says {ident or 'nothing'}")
     seen = "refuses connections" if door.answered else "does not answer"
-    return Finding(f"port {port}", f"{whose}: {seen}", UNSEEN)
+    return Finding(f"{whose} port", f"{port} {seen}", UNSEEN)
 
 
 STATES: Final = {
     "off": "off, or a firewall is between; wake it, and check again",
     "booting": "it answers, but not with SSH; check again while its initrd waits",
-    "locked": "its initrd waits for the passphrase",
+    "locked": "the initrd's port is open",
     "up": "the system is up; to see the initrd, restart it and check again",
     "unknown": "SSH answers, be it the initrd's or the system's",
 }
 
 
-def check_machine(machine: Machine) -> tuple[list[Finding], Sight]:
-    """See what the machine does, port by port."""
-    initrd, system = find_doors(machine, wait_for_ident=True)
-    shared = machine.initrd_port == machine.system_port
-    sight = judge(machine.dialect, initrd, system, shared=shared)
-    findings = [check_port(machine.initrd_port, "the initrd's SSH", initrd)]
-    if not shared:
-        findings += [check_port(machine.system_port, "the system's SSH", system)]
-    verdict = "ok" if sight.state in ("locked", "up") else UNSEEN
-    return [*findings, Finding("machine", STATES[sight.state], verdict)], sight
+def check_unpinned(machine: Machine, state: str) -> Finding:
+    """See which host key the initrd shows, where none is pinned.
 
-
-def check_unpinned(machine: Machine) -> list[Finding]:
-    """See which host key the initrd shows, where none is pinned."""
+    Only where it is the initrd for sure: the system's is not to be pinned.
+    """
+    seen = "none is pinned, so waker refuses to unlock; "
+    if state != "locked":
+        seen += "check again while the initrd waits for the passphrase"
+        return Finding("host key", seen, UNSEEN)
     try:
         transport = begin(machine)
         try:
@@ -2737,43 +2761,55 @@ def check_unpinned(machine: Machine) -> list[Finding]:
         finally:
             hang_up(transport)
     except NotUnlocked as why:
-        return [Finding("host key", str(why), WRONG)]
-    seen = f"none is pinned; {fingerprint(key.blob)} is shown. If that is your"
-    seen += f" machine's, pin it: WAKER_SSH_HOST_KEY={key}"
-    return [Finding("host key", seen, UNSEEN)]
+        return Finding("host key", str(why), WRONG)
+    seen += f"{fingerprint(key.blob)} is shown. If that is your machine's, pin it:"
+    return Finding("host key", f"{seen} WAKER_SSH_HOST_KEY={key}", UNSEEN)
 
 
-def check_login(machine: Machine) -> list[Finding]:
+def check_login(machine: Machine, state: str) -> Iterator[Finding]:
     """See whether the initrd shows the pinned host key, and lets us in."""
+    if state not in ("locked", "unknown"):
+        seen = "not seen, as the initrd's SSH is not there"
+        yield Finding("host key", seen, UNSEEN)
+        return
     steps: list[str] = []
+    login = Finding("login", f"{machine.user} is let in; to unlock was not tried")
     try:
         hang_up(connect(machine, Progress(steps.append)))
     except NotUnlocked as why:
         if "verified" not in steps:
-            return [Finding("host key", str(why), WRONG)]
+            verdict = WRONG if state == "locked" else UNSEEN
+            yield Finding("host key", str(why), verdict)
+            return
         login = Finding("login", str(why), WRONG)
-    else:
-        login = Finding("login", f"{machine.user} may log in with our key")
-    return [Finding("host key", "it is the pinned one"), login]
+    yield Finding("host key", "it is the pinned one")
+    yield login
 
 
-def check(config: Config) -> list[Finding]:
+def check(config: Config) -> Iterator[Finding]:
     """Look at everything; the configuration itself is right already."""
     machine = config.machine
+    yield check_address(machine)
+    yield check_packet(config)
+    initrd, system = find_doors(machine, wait_for_ident=True)
+    shared = machine.initrd_port == machine.system_port
+    state = judge(machine.dialect, initrd, system, shared=shared).state
+    yield check_port("common" if shared else "initrd's", machine.initrd_port, initrd)
+    if not shared:
+        yield check_port("system's", machine.system_port, system)
+    yield Finding("machine", STATES[state], "ok" if state == "locked" else UNSEEN)
     fault = paramiko_fault()
-    findings, sight = check_machine(machine)
-    findings = [check_address(machine), check_packet(config), *findings]
     if fault:
-        return [*findings, Finding("paramiko", fault, WRONG)]
+        yield Finding("paramiko", fault, WRONG)
+        return
     import paramiko
 
-    findings += [Finding("paramiko", paramiko.__version__), check_key(machine)]
-    if sight.initrd_ssh_open and machine.host_keys:
-        return findings + check_login(machine)
-    if sight.initrd_ssh_open:
-        return findings + check_unpinned(machine)
-    seen = "not seen, as the initrd's SSH is not there"
-    return [*findings, Finding("host key", seen, UNSEEN)]
+    yield Finding("paramiko", paramiko.__version__)
+    yield check_key(machine)
+    if machine.host_keys:
+        yield from check_login(machine, state)
+    else:
+        yield check_unpinned(machine, state)
 
 
 # ---- Commands ------------------------------------------------------------------------
@@ -2919,11 +2955,14 @@ def unlock_once(values: Mapping[str, str], folder: Path, seconds: int) -> NoRetu
     os._exit(outcome.outcome != "unlocked")  # paramiko's timers would hold us for 15 s
 
 
-def print_table(findings: Sequence[Finding]) -> int:
-    """Print what was found; returns 1 if anything is wrong."""
+def print_table(findings: Iterable[Finding]) -> int:
+    """Print each as it is found; returns 1 if anything is wrong."""
+    wrong = 0
     for thing, seen, verdict in findings:
-        sys.stdout.write(f"{verdict:7}{thing:15}{seen}\n")
-    return int(WRONG in [finding.verdict for finding in findings])
+        sys.stdout.write(printable(f"{verdict:7}{thing:15}{seen}") + "\n")
+        sys.stdout.flush()
+        wrong |= verdict == WRONG
+    return wrong
 
 
 def hash_pin() -> int:
@@ -3008,6 +3047,9 @@ def main(argv: Sequence[str]) -> int:
     warnings.simplefilter("ignore")  # paramiko's, of what cryptography will drop
     if arguments.command == "hash-pin":
         return hash_pin()
+    if arguments.command == "check":
+        for number in (signal.SIGINT, signal.SIGPIPE):  # to end quietly is enough
+            signal.signal(number, signal.SIG_DFL)
     journald = bool(sys.stderr) and journald_reads(os.environ)
     log = Log(2 if sys.stderr else None, journald=journald)
     try:
@@ -3030,7 +3072,7 @@ def main(argv: Sequence[str]) -> int:
         return EX_CONFIG
     if arguments.command == "check":
         right = Finding("configuration", "every value is right")
-        return print_table([right, *check(config)])
+        return print_table(itertools.chain([right], check(config)))
     return serve(app, tls)
 
 

@@ -105,6 +105,19 @@ def wire(one: Namespace, name: str, address: str, other: Namespace, far: str) ->
     ip(f"-n {other.name} link set eth0 up")
 
 
+def udp_packets(capture: socket.socket) -> list[tuple[str, bytes]]:
+    """Read what has arrived: the destination and the payload of each UDP packet."""
+    found = []
+    try:
+        while True:
+            packet = capture.recv(2048)
+            if packet[:1] == b"\x45" and packet[9] == socket.IPPROTO_UDP:
+                port = int.from_bytes(packet[22:24], "big")
+                found.append((f"{socket.inet_ntoa(packet[16:20])}:{port}", packet[28:]))
+    except TimeoutError:
+        return found
+
+
 @contextlib.contextmanager
 def hosts(count: int) -> Iterator[list[Namespace]]:
     need_root()

@@ -11,8 +11,8 @@ import pytest
 from conftest import PASSPHRASE, PIN, PROGRAM, environment, run_waker
 from cryptroot_unlock import Disks
 from homelab import Homelab, bind, new_key, public_line
-from namespaces import Namespace, home
-from ssh_servers import SERVERS, Initrd, free_port, paramiko_server
+from namespaces import Namespace, home, udp_packets
+from ssh_servers import SERVERS, Initrd, free_port, openssh, paramiko_server
 
 import waker
 
@@ -52,8 +52,8 @@ def test_a_machine_that_is_off_is_nothing_wrong(lab: Homelab) -> None:
         "configuration": ("ok", "every value is right"),
         "address": ("ok", "127.0.0.1"),
         "magic packet": ("ok", "would leave from 127.0.0.1 (lo) to 127.0.0.1"),
-        f"port {lab.initrd_port}": ("-", "the initrd's SSH: does not answer"),
-        f"port {lab.system_port}": ("-", "the system's SSH: does not answer"),
+        "initrd's port": ("-", f"{lab.initrd_port} does not answer"),
+        "system's port": ("-", f"{lab.system_port} does not answer"),
         "machine": ("-", waker.STATES["off"]),
         "paramiko": ("ok", table["paramiko"][1]),
         "SSH key": ("ok", key),
@@ -71,12 +71,13 @@ def test_an_initrd_that_would_take_the_passphrase_is_told_so(
         status, table = check(settings_of(initrd))
         assert initrd.received() == []
     assert status == 0
-    verdict, seen = table[f"port {initrd.port}"]
+    verdict, seen = table["initrd's port"]
     assert verdict == "ok"
-    assert seen.startswith("the initrd's SSH: open; it says: SSH-2.0-")
+    assert seen.startswith(f"{initrd.port} is open; it says SSH-2.0-")
+    assert table["system's port"][1].endswith(" refuses connections")
     assert table["machine"] == ("ok", waker.STATES["locked"])
     assert table["host key"] == ("ok", "it is the pinned one")
-    assert table["login"] == ("ok", "root may log in with our key")
+    assert table["login"] == ("ok", "root is let in; to unlock was not tried")
 
 
 def test_the_line_to_pin_a_host_key_can_be_pasted(tmp_path: Path) -> None:
@@ -164,18 +165,57 @@ def test_a_system_that_is_up_is_told(tmp_path: Path) -> None:
         swapped = {name: settings[ports[i - 1]] for i, name in enumerate(ports)}
         status, table = check(settings | swapped)
     assert status == 0
-    assert table["machine"] == ("ok", waker.STATES["up"])
-    assert table["host key"][0] == "-"
+    assert table["machine"] == ("-", waker.STATES["up"])
+    assert table["host key"] == ("-", "not seen, as the initrd's SSH is not there")
+
+
+def test_the_key_of_a_system_that_is_up_is_not_to_be_pinned(tmp_path: Path) -> None:
+    """The initrd's SSH and the system's have one port; another tells them apart."""
+    with (
+        bind("127.0.0.1", 0) as other,
+        paramiko_server(tmp_path, Disks({})) as system,
+    ):
+        other.listen()
+        settings = BASE | system.machine().settings()
+        settings["WAKER_SYSTEM_SSH_PORT"] = str(other.getsockname()[1])
+        pin = {"WAKER_SSH_HOST_KEY": public_line(new_key())}
+        for more, told in (
+            ({"WAKER_SSH_HOST_KEY": ""}, "none is pinned, so waker refuses to unlock"),
+            (pin, "not seen"),
+        ):
+            status, table = check(settings | more)
+            assert (status, table["machine"]) == (0, ("-", waker.STATES["up"]))
+            assert table["host key"][0] == "-"
+            assert table["host key"][1].startswith(told)
+            assert "SHA256" not in table["host key"][1]
+
+
+def test_where_it_is_unknown_whose_ssh_answers_no_verdict_is_given(
+    tmp_path: Path,
+) -> None:
+    with openssh(tmp_path, Disks({"cryptroot": PASSPHRASE})) as initrd:
+        settings = BASE | initrd.machine().settings() | {"WAKER_INITRD": "systemd"}
+        shown = initrd.host_key
+        for pin, told in (
+            ("", "none is pinned"),
+            (public_line(new_key()), "the host key differs"),
+            (shown, "it is the pinned one"),
+        ):
+            status, table = check(settings | {"WAKER_SSH_HOST_KEY": pin})
+            assert (status, table["machine"][0]) == (0, "-")
+            assert table["host key"][0] == ("ok" if pin == shown else "-")
+            assert table["host key"][1].startswith(told)
+            assert "WAKER_SSH_HOST_KEY=" not in table["host key"][1]
 
 
 def test_a_port_of_both_is_one_line(tmp_path: Path) -> None:
     with paramiko_server(tmp_path, Disks({"cryptroot": PASSPHRASE})) as initrd:
         status, table = check(BASE | initrd.machine().settings())
     assert (status, table["login"][0]) == (0, "ok")
-    assert sum(thing.startswith("port ") for thing in table) == 1
+    assert [thing for thing in table if thing.endswith("port")] == ["common port"]
 
 
-def test_what_a_port_says_is_shown_without_its_control_characters(
+def test_what_a_port_says_is_shown_with_its_control_characters_escaped(
     lab: Homelab,
 ) -> None:
     with bind("127.0.0.1", 0) as listener:
@@ -189,39 +229,38 @@ def test_what_a_port_says_is_shown_without_its_control_characters(
             with listener.accept()[0] as tcp:
                 tcp.sendall(b"\x1b[31m\xff\x00red\x07\n")
             table = read(checking.communicate()[0])
-    seen = "the system's SSH: open; it says: [31mred"
-    assert table[f"port {port}"] == ("ok", seen)
+    seen = rf"{port} is open; it says \x1b[31m\xff\x00red\x07"
+    assert table["system's port"] == ("ok", seen)
 
 
-def test_the_interface_of_the_packet_is_told(home: Home, lab: Homelab) -> None:
-    router, _, _ = home
+def test_the_interface_of_the_packet_is_told_and_none_is_sent(
+    home: Home, lab: Homelab
+) -> None:
+    router, machine, provider = home
     settings = BASE | lab.settings() | {"WAKER_HOMELAB_HOST": "192.168.77.20"}
     del settings["WAKER_HOMELAB_BROADCAST"]
     command = [*router.command(), sys.executable, PROGRAM, "check"]
-    for host, told in (
-        (
-            "192.168.77.20",
-            ("ok", "would leave from 192.168.77.1 (lan) to 255.255.255.255"),
-        ),
-        (
-            "2001:db8::9",
-            (
-                "-",
-                "would leave from 198.51.100.2 (wan; a guess, as 2001:db8::9 has no"
-                " known IPv4 address) to 255.255.255.255",
-            ),
-        ),
+    guess = "a guess, as 2001:db8::9 has no known IPv4 address"
+    ends = "which ends with 198.51.100.0/24, and 203.0.113.9 is not in it"
+    for host, way, told in (
+        ("192.168.77.20", "192.168.77.1 (lan)", (0, "ok", "")),
+        ("2001:db8::9", f"198.51.100.2 (wan; {guess})", (0, "-", "")),
+        ("203.0.113.9", "198.51.100.2 (wan)", (1, "WRONG", f", {ends}; give this")),
     ):
         settings["WAKER_HOMELAB_HOST"] = host
-        ended = subprocess.run(
-            command,
-            env=environment(settings),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ended.returncode == 0
-        assert read(ended.stdout)["magic packet"] == told
+        with machine.capture() as at_machine, provider.capture() as at_provider:
+            ended = subprocess.run(
+                command,
+                env=environment(settings),
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert udp_packets(at_machine) == udp_packets(at_provider) == []
+        verdict, seen = read(ended.stdout)["magic packet"]
+        seen = seen.removeprefix(f"would leave from {way} to 255.255.255.255")
+        seen = seen.partition(" box an address")[0]
+        assert (ended.returncode, verdict, seen) == told
 
 
 def test_a_box_without_a_way_to_the_machine_is_wrong(home: Home, lab: Homelab) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -94,9 +95,9 @@ def test_all_faults_are_told_together_with_the_remedy(tmp_path: Path) -> None:
         "WAKER_INITRD_SSH_PORT must be a port, 1 to 65535: the initrd's",
         "WAKER_LISTEN must be address and port, such as 127.0.0.1:8080",
         "WAKER_PIN must be 6 to 128 characters, or the whole line of hash-pin",
-        "WAKER_SSH_HOST_KEY must be the initrd's host key, such as ssh-ed25519 AAAA…",
+        "WAKER_SSH_HOST_KEY must be the initrd's host key, as in ssh-ed25519 AAAA...",
         f"WAKER_SSH_KEY {tmp_path}/ssh_key: No such file or directory; make it, or"
-        " correct the path",
+        " correct the path (under systemd, LoadCredential=)",
         "WAKER_SSH_USER must be a user's name",
         "WAKER_SYSTEM_SSH_PORT must be a port, 1 to 65535: the system's",
     ]
@@ -177,12 +178,31 @@ def test_a_fingerprint_is_written_as_openssh_writes_it() -> None:
     assert printed.stdout.split()[1] == waker.fingerprint(key.blob)
 
 
-def test_an_empty_private_key_is_a_fault(good: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "ssh_key").write_bytes(b"")
-    assert faults(good, tmp_path) == [
-        f"WAKER_SSH_KEY {tmp_path}/ssh_key is empty; under systemd: /etc/waker/ssh_key"
-        " is missing"
-    ]
+@pytest.mark.parametrize("content", [b"", b"\n"])
+def test_an_empty_private_key_is_a_fault(
+    good: dict[str, str], tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "ssh_key").write_bytes(content)
+    (fault,) = faults(good, tmp_path)
+    assert fault == f"WAKER_SSH_KEY {tmp_path}/ssh_key is empty; fill it"
+
+
+def test_a_private_key_after_empty_lines_is_one_all_the_same(
+    good: dict[str, str], tmp_path: Path
+) -> None:
+    key = (tmp_path / "ssh_key").read_bytes()
+    (tmp_path / "ssh_key").write_bytes(b"\n\n" + key)
+    waker.read_config(waker.Reader(good), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_a_private_key_that_is_no_file_is_a_fault(
+    good: dict[str, str], tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / kind
+    (path.mkdir if kind == "folder" else partial(os.mkfifo, path))()
+    (fault,) = faults(good | {"WAKER_SSH_KEY": kind}, tmp_path)
+    assert fault == f"WAKER_SSH_KEY {path} is no file; correct the path"
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])
@@ -290,15 +310,12 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     assert ended.returncode == 78
     assert ended.stderr == (
         f"--env-file {tmp_path}/none: No such file or directory; make it, or correct"
-        " the path\n"
+        " the path (under systemd, LoadCredential=)\n"
     )
     (tmp_path / "waker.env").touch()
     ended = run_waker("--env-file", str(tmp_path / "waker.env"))
     assert ended.returncode == 78
-    assert ended.stderr == (
-        f"--env-file {tmp_path}/waker.env is empty; under systemd:"
-        " /etc/waker/waker.env is missing\n"
-    )
+    assert ended.stderr == f"--env-file {tmp_path}/waker.env is empty; fill it\n"
     (tmp_path / "latin").write_bytes(b"WAKER_PIN=\xe4\xe4\xe4\xe4\xe4\xe4\n")
     ended = run_waker("--env-file", str(tmp_path / "latin"))
     assert ended.stderr == f"--env-file {tmp_path}/latin: not UTF-8\n"

@@ -283,7 +283,7 @@ def test_without_a_pin_nothing_is_even_connected(tmp_path: Path) -> None:
     with paramiko_server(tmp_path, Disks({"cryptroot": PASSPHRASE})) as start:
         outcome, steps = unlock(start.machine()._replace(host_keys=()))
     assert "no host key is pinned" in outcome.message
-    assert "check prints the line for WAKER_SSH_HOST_KEY" in outcome.message
+    assert "`waker check` prints the line for WAKER_SSH_HOST_KEY" in outcome.message
     assert steps == []
 
 

@@ -1,11 +1,9 @@
 """The magic packet: its bytes, and the interface by which it leaves."""
 
-import socket
-
 import pytest
 from conftest import Client, daemon, need_root
 from homelab import Homelab, bind_udp
-from namespaces import Namespace, home
+from namespaces import Namespace, home, udp_packets
 
 import waker
 
@@ -50,19 +48,6 @@ def test_it_goes_to_udp_port_9_of_the_configured_address_three_times() -> None:
         card.setblocking(False)
         with pytest.raises(BlockingIOError):
             card.recv(2048)
-
-
-def udp_packets(capture: socket.socket) -> list[tuple[str, bytes]]:
-    """Read what has arrived: the destination and the payload of each UDP packet."""
-    found = []
-    try:
-        while True:
-            packet = capture.recv(2048)
-            if packet[:1] == b"\x45" and packet[9] == socket.IPPROTO_UDP:
-                port = int.from_bytes(packet[22:24], "big")
-                found.append((f"{socket.inet_ntoa(packet[16:20])}:{port}", packet[28:]))
-    except TimeoutError:
-        return found
 
 
 @pytest.mark.parametrize("broadcast", ["255.255.255.255", "192.168.77.255"])
