@@ -1,11 +1,14 @@
 """OpenWrt's Python comes in packages: what README has installed must be enough."""
 
+import socket
+import ssl
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import PASSPHRASE, PIN, PROGRAM, daemon, environment
+from certificate import new_certificate
+from conftest import PASSPHRASE, PIN, PROGRAM, daemon, environment, run_waker
 from homelab import Homelab
 
 import waker
@@ -103,7 +106,10 @@ def test_what_other_packages_have_is_not_there(
 def test_it_wakes_watches_and_unlocks_all_the_same(
     openwrt: dict[str, str], lab: Homelab, config: waker.Config
 ) -> None:
-    with daemon(lab.settings() | openwrt) as started:
+    settings = lab.settings() | openwrt
+    line = run_waker("hash-pin", given=PIN, settings=openwrt).stdout
+    settings["WAKER_PIN"] = line.strip()
+    with daemon(settings) as started:
         client = started.client.log_in()
         assert client.call("GET", "/").status == 200
         assert client.call("GET", "/api/status").json["state"] == "off"
@@ -115,16 +121,33 @@ def test_it_wakes_watches_and_unlocks_all_the_same(
         assert (answer.status, answer.json["message"]) == (200, "Unlocked: cryptroot.")
 
 
-@pytest.mark.parametrize("command", [["check"], ["hash-pin"], ["--help"]])
+@pytest.mark.parametrize("command", ["check", "hash-pin", "--help", "--version"])
 def test_its_other_commands_run_there_too(
-    command: list[str], openwrt: dict[str, str], lab: Homelab
+    command: str, openwrt: dict[str, str], lab: Homelab
 ) -> None:
-    ended = subprocess.run(
-        [sys.executable, PROGRAM, *command],
-        env=environment(lab.settings() | openwrt | {"WAKER_PIN": PIN}),
-        input=PIN,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    settings = lab.settings() | openwrt | {"WAKER_PIN": PIN}
+    ended = run_waker(command, settings=settings, given=PIN)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_it_speaks_https_there(
+    openwrt: dict[str, str], lab: Homelab, tmp_path: Path
+) -> None:
+    certificate = new_certificate(tmp_path)
+    context = ssl.create_default_context(cafile=str(certificate.cert))
+    with daemon(lab.settings() | openwrt | certificate.settings()) as started:
+        address = started.client.host, started.client.port
+        with (
+            socket.create_connection(address) as tcp,
+            context.wrap_socket(tcp, server_hostname="127.0.0.1") as tls,
+        ):
+            tls.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert tls.recv(99).startswith(b"HTTP/1.1 200 ")
+
+
+def test_its_faults_are_told_there(openwrt: dict[str, str], lab: Homelab) -> None:
+    settings = lab.settings() | openwrt | {"WAKER_PIN": PIN, "WAKER_PINN": "x"}
+    ended = run_waker(settings=settings)
+    assert ended.returncode == 78
+    told = "WAKER_PINN is not a setting; the nearest one is WAKER_PIN\n"
+    assert ended.stderr == told

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from conftest import PIN, PROGRAM, Client, daemon, need
+from conftest import PASSPHRASE, PIN, PROGRAM, Client, daemon, need
 from homelab import Homelab
 
 import waker
@@ -32,19 +32,44 @@ def test_each_setting_and_its_default_is_in_the_table() -> None:
     assert len(told) == len(waker.SETTINGS)
 
 
-def test_the_curl_lines_wake_and_tell(lab: Homelab) -> None:
-    lines = blocks("## API")[0].splitlines()[:3]
-    assert [line.split()[0] for line in lines] == ["T=$(curl", "curl", "curl"]
+def test_there_is_no_other_setting_in_it() -> None:
+    names = set(re.findall(r"WAKER_[A-Z_]*[A-Z]", README))
+    assert names == {setting.name for setting in waker.SETTINGS}
+
+
+def test_the_messages_that_it_explains_are_those_of_the_program() -> None:
+    rows = README.split("| what you see |")[1].split("\n\n")[0]
+    messages = re.findall(r"(?m)^\| .*?\*([^*]+)\*", rows)
+    assert len(messages) > 5
+    program = re.sub(r'"\n +f?"', "", Path(PROGRAM).read_text())
+    for message in messages:
+        assert message in program.replace("{self._what}", "wrong PINs from everywhere")
+
+
+def test_the_curl_lines_wake_tell_and_unlock(
+    lab: Homelab, config: waker.Config
+) -> None:
+    lines = blocks("## API")[0].splitlines()
+    starts = ["T=$(curl", "curl", "curl", "systemd-ask-password", "curl"]
+    assert [line.split()[0] for line in lines] == starts
     for program in ("bash", "curl", "jq"):
         need(program)
+    waker.send_magic_packet(config)
+    lab.wait_for("locked")
     with daemon(lab.settings()) as started:
         script = "\n".join(lines).replace("PI:8080", f"127.0.0.1:{started.client.port}")
         script = script.replace("choose-your-own", PIN)
+        script = script.replace("systemd-ask-password 'Passphrase: '", "cat")
         ended = subprocess.run(
-            ["bash", "-ec", script], capture_output=True, text=True, check=True
+            ["bash", "-ec", script],
+            input=PASSPHRASE,
+            capture_output=True,
+            text=True,
+            check=True,
         )
-    assert '"state": "off"' in ended.stdout
+    assert '"state": "locked"' in ended.stdout
     assert '"message": "Magic packet sent to ' in ended.stdout
+    assert '"message": "Unlocked: cryptroot."' in ended.stdout
 
 
 def request(client: Client, source: str, head: Sequence[str], body: str = "") -> None:
