@@ -2701,11 +2701,14 @@ def check_address(machine: Machine) -> Finding:
     return Finding("address", ", ".join(addresses))
 
 
-def network_of(way: Way) -> ipaddress.IPv4Network:
-    """Tell the network that a broadcast reaches. Raises: OSError."""
+def network_of(way: Way) -> ipaddress.IPv4Network | None:
+    """Tell the network that a broadcast reaches, if its interface is known."""
+    asked = struct.pack("256s", way.interface.encode())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-        asked = struct.pack("256s", way.interface.encode())
-        mask = socket.inet_ntoa(fcntl.ioctl(udp, SIOCGIFNETMASK, asked)[20:24])
+        try:
+            mask = socket.inet_ntoa(fcntl.ioctl(udp, SIOCGIFNETMASK, asked)[20:24])
+        except OSError:
+            return None
     return ipaddress.IPv4Network((way.source, mask), strict=False)
 
 
@@ -2715,9 +2718,11 @@ def check_packet(config: Config) -> Finding:
     try:
         way = find_way(config)
         seen = f"would leave from {way} to {config.broadcast}"
-        if way.doubt or config.broadcast != LIMITED_BROADCAST:
-            return Finding("magic packet", seen, UNSEEN if way.doubt else "ok")
+        if config.broadcast != LIMITED_BROADCAST:
+            return Finding("magic packet", seen)
         network = network_of(way)
+        if way.doubt or not network:
+            return Finding("magic packet", seen, UNSEEN)
         ((_, address), *_) = resolve(config.machine.host, 0, socket.AF_INET)
     except OSError as error:
         return Finding("magic packet", f"{error.strerror}; {remedy}", WRONG)

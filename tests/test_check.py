@@ -11,7 +11,7 @@ import pytest
 from conftest import PASSPHRASE, PIN, PROGRAM, environment, run_waker
 from cryptroot_unlock import Disks
 from homelab import Homelab, bind, new_key, public_line
-from namespaces import Namespace, home, udp_packets
+from namespaces import Namespace, home, ip, udp_packets
 from ssh_servers import SERVERS, Initrd, free_port, openssh, paramiko_server
 
 import waker
@@ -240,10 +240,12 @@ def test_the_interface_of_the_packet_is_told_and_none_is_sent(
     settings = BASE | lab.settings() | {"WAKER_HOMELAB_HOST": "192.168.77.20"}
     del settings["WAKER_HOMELAB_BROADCAST"]
     command = [*router.command(), sys.executable, PROGRAM, "check"]
+    ip(f"-n {router.name} address add 10.9.9.1/24 dev lan")  # a second one
     guess = "a guess, as 2001:db8::9 has no known IPv4 address"
     ends = "which ends with 198.51.100.0/24, and 203.0.113.9 is not in it"
     for host, way, told in (
         ("192.168.77.20", "192.168.77.1 (lan)", (0, "ok", "")),
+        ("10.9.9.9", "10.9.9.1 (interface unknown)", (0, "-", "")),
         ("2001:db8::9", f"198.51.100.2 (wan; {guess})", (0, "-", "")),
         ("203.0.113.9", "198.51.100.2 (wan)", (1, "WRONG", f", {ends}; give this")),
     ):
