@@ -87,6 +87,13 @@ def test_it_says_where_it_listens_and_stops_on_sigterm(lab: Homelab) -> None:
     assert started.log[1:] == ["stopping"]
 
 
+def test_a_host_key_that_is_not_pinned_is_told_at_the_start(lab: Homelab) -> None:
+    with daemon(lab.settings() | {"WAKER_SSH_HOST_KEY": ""}) as started:
+        assert started.stop() == 0
+    text = "WAKER_SSH_HOST_KEY is not set: waker will refuse to unlock"
+    assert started.log[1:] == [text, "stopping"]
+
+
 def test_sigint_stops_it_as_well(lab: Homelab) -> None:
     with daemon(lab.settings()) as started:
         started.process.send_signal(signal.SIGINT)

@@ -165,10 +165,12 @@ def test_a_watchdog_that_waits_for_another_process_is_not_told(
     systemd: tuple[socket.socket, str], lab: Homelab
 ) -> None:
     listener, name = systemd
-    about = {"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"}
+    about = {"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "200000", "WATCHDOG_PID": "1"}
     with daemon(lab.settings() | about) as started:
         assert listener.recv(99) == b"READY=1"
-        started.client.log_in()
+        listener.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            listener.recv(99)
         assert started.stop() == 0
         assert listener.recv(99) == b"STOPPING=1"
 
