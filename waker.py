@@ -1255,7 +1255,7 @@ def load_key(path: Path) -> "paramiko.PKey":
         except paramiko.PasswordRequiredException:
             raise NotUnlocked(f"our key {path} must not be encrypted") from None
         except OSError as error:
-            raise NotUnlocked(f"our key {path}: {error.strerror}") from None
+            raise NotUnlocked(f"our key {why_unreadable(path, error)}") from None
         except PEER_ERRORS:
             continue  # it is of another type, or damaged
     raise NotUnlocked(f"our key {path} must be an Ed25519, ECDSA or RSA private key")

@@ -1,5 +1,6 @@
 """`waker.py check`: why it does not work, in one table."""
 
+import signal
 import subprocess
 import sys
 import venv
@@ -213,6 +214,21 @@ def test_a_port_of_both_is_one_line(tmp_path: Path) -> None:
         status, table = check(BASE | initrd.machine().settings())
     assert (status, table["login"][0]) == (0, "ok")
     assert [thing for thing in table if thing.endswith("port")] == ["common port"]
+
+
+def test_it_ends_without_a_word_when_nobody_reads_on(lab: Homelab) -> None:
+    with subprocess.Popen(
+        [sys.executable, PROGRAM, "check"],
+        env=environment(BASE | lab.settings()),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as checking:
+        assert checking.stdout
+        assert checking.stderr
+        assert checking.stdout.readline().startswith(b"ok     configuration")
+        checking.stdout.close()
+        assert checking.stderr.read() == b""
+        assert checking.wait() == -signal.SIGPIPE
 
 
 def test_what_a_port_says_is_shown_with_its_control_characters_escaped(
