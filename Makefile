@@ -30,7 +30,7 @@ dist/waker: always
 	sed '/^PAGE: Final = r"""$$/r ui.html' waker.py > $@.part
 	grep -q '^</html>$$' $@.part
 	chmod 755 $@.part
-	mv $@.part $@
+	mv -f $@.part $@
 
 install: install-$(INIT) ## as a service of systemd or procd; PREFIX, DESTDIR, INIT
 	test -e "$(CONFIG)" || install -d -m 700 "$(CONFIG)"

@@ -465,7 +465,7 @@ NOTHING: Final = ("", "\n")  # our unit hands over the latter for a missing file
 def why_empty(path: Path) -> str:
     """Tell what helps where a file has nothing in it."""
     if Path("/run/credentials") in path.parents:
-        return f"{path} is empty, as /etc/waker/{path.name} is missing: make that one"
+        return f"{path} is empty, as /etc/waker/{path.name} is missing or empty"
     return f"{path} is empty; fill it"
 
 
@@ -487,7 +487,7 @@ def read_env_file(path: Path) -> dict[str, str]:
     Raises: ConfigError that names file and lines, never their content.
     """
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")  # some editors begin with a mark
     except OSError as error:
         raise ConfigError([f"--env-file {why_unreadable(path, error)}"]) from None
     except UnicodeDecodeError:
@@ -1661,7 +1661,7 @@ class Supervisor:
         self._interval = math.inf
         ours = environment.get("WATCHDOG_PID") in (None, str(os.getpid()))
         microseconds = environment.get("WATCHDOG_USEC", "")
-        if ours and re.fullmatch("[1-9][0-9]{5,15}", microseconds):  # from 0.1 s on
+        if ours and re.fullmatch("[1-9][0-9]{5,11}", microseconds):  # 0.1 s to 11 days
             self._interval = int(microseconds) / 2e6  # twice before we count as hung
         self.due = math.inf  # monotonic seconds: when it is to hear of us next
 
@@ -2683,10 +2683,14 @@ class Finding(NamedTuple):
 
 def check_key(machine: Machine) -> Finding:
     """See whether paramiko takes our private key."""
+    verdict = WRONG if machine.host_keys else UNSEEN
+    fault = key_fault(machine.key, "")
+    if fault:
+        return Finding("SSH key", fault, verdict)
     try:
         key = load_key(machine.key)
     except NotUnlocked as why:
-        return Finding("SSH key", str(why), WRONG if machine.host_keys else UNSEEN)
+        return Finding("SSH key", str(why), verdict)
     return Finding("SSH key", f"{key.get_name()} {fingerprint(key.asbytes())}")
 
 
@@ -2714,7 +2718,6 @@ def network_of(way: Way) -> ipaddress.IPv4Network | None:
 
 def check_packet(config: Config) -> Finding:
     """See which way the magic packet would take, and whether that leads there."""
-    remedy = "give this box an address in the machine's network"
     try:
         way = find_way(config)
         seen = f"would leave from {way} to {config.broadcast}"
@@ -2725,11 +2728,12 @@ def check_packet(config: Config) -> Finding:
             return Finding("magic packet", seen, UNSEEN)
         ((_, address), *_) = resolve(config.machine.host, 0, socket.AF_INET)
     except OSError as error:
+        remedy = "give this box an address in the machine's network"
         return Finding("magic packet", f"{error.strerror}; {remedy}", WRONG)
     if ipaddress.IPv4Address(address[0]) in network:
         return Finding("magic packet", seen)
-    seen += f", which ends with {network}, and {address[0]} is not in it; {remedy}"
-    return Finding("magic packet", seen, WRONG)
+    seen += f"; {address[0]} is not in {network}, and no router lets a broadcast pass"
+    return Finding("magic packet", seen, UNSEEN)
 
 
 def check_port(whose: str, port: int, door: Door) -> Finding:
@@ -2750,14 +2754,14 @@ STATES: Final = {
 }
 
 
-def check_unpinned(machine: Machine, state: str) -> Finding:
+def check_unpinned(machine: Machine, *, in_initrd: bool) -> Finding:
     """See which host key the initrd shows, where none is pinned.
 
     Only where it is the initrd for sure: the system's is not to be pinned.
     """
     seen = "none is pinned, so waker refuses to unlock; "
-    if state != "locked":
-        seen += "check again while the initrd waits for the passphrase"
+    if not in_initrd:
+        seen += "check again while the initrd waits, or take it from the machine itself"
         return Finding("host key", seen, UNSEEN)
     try:
         transport = begin(machine)
@@ -2814,7 +2818,8 @@ def check(config: Config) -> Iterator[Finding]:
     if machine.host_keys:
         yield from check_login(machine, state)
     else:
-        yield check_unpinned(machine, state)
+        foreign = machine.dialect.name == "cryptroot" and b"OpenSSH" in initrd.ident
+        yield check_unpinned(machine, in_initrd=state == "locked" and not foreign)
 
 
 # ---- Commands ------------------------------------------------------------------------

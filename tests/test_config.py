@@ -267,7 +267,7 @@ def test_nothing_else_can_be_listened_on(text: str) -> None:
 def test_the_file_is_read_and_the_environment_wins(tmp_path: Path) -> None:
     file = tmp_path / "waker.env"
     file.write_text(
-        "# a comment\n\n  WAKER_PIN=plain # stays \nWAKER_SSH_USER='single q'\n"
+        "\ufeff# a comment\n\n  WAKER_PIN=plain # stays \nWAKER_SSH_USER='single q'\n"
         'WAKER_HOMELAB_NAME= " double q"\nWAKER_HOMELAB_HOST= \n'
     )
     assert waker.read_env_file(file) == {

@@ -152,7 +152,7 @@ def see_that_it_does_not_start(box: Box) -> list[str]:
 def missing(name: str) -> str:
     """Tell how a file that the unit could not hand over is named."""
     path = f"/run/credentials/waker.service/{name}"
-    return f"{path} is empty, as /etc/waker/{name} is missing: make that one"
+    return f"{path} is empty, as /etc/waker/{name} is missing or empty"
 
 
 def see_each_fault_named(box: Box, right: dict[str, str], key: str) -> None:
