@@ -842,14 +842,29 @@ def resolve(
     return [(row[0], cast("Address", row[4])) for row in found]
 
 
+def ask_interface(request: int, name: str, address: str) -> str:
+    """Ask an interface for one of its addresses, or what goes with it. Raises: OSError.
+
+    It may have several; so the one that is meant is told. Source: netdevice(7), and
+    devinet_ioctl in net/ipv4/devinet.c.
+    """
+    asked = struct.pack(
+        "16sHH4s232x",
+        name.encode(),
+        socket.AF_INET,
+        0,
+        socket.inet_aton(address),
+    )
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        return socket.inet_ntoa(fcntl.ioctl(udp, request, asked)[20:24])
+
+
 def interface_of(address: str) -> str:
     """Name the interface that has an IPv4 address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                told = fcntl.ioctl(udp, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(told[20:24]) == address:
-                    return name
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError):  # it has no address
+            if ask_interface(SIOCGIFADDR, name, address) == address:
+                return name
     return "interface unknown"
 
 
@@ -858,6 +873,7 @@ class Way(NamedTuple):
 
     source: str
     interface: str
+    toward: str  # the address to which the kernel has this way
     doubt: str  # about that; mostly empty
 
     def __str__(self) -> str:
@@ -881,7 +897,7 @@ def find_way(config: Config) -> Way:
         route.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
         route.connect((toward, config.packet_port))
         source = str(route.getsockname()[0])
-    return Way(source, interface_of(source), doubt)
+    return Way(source, interface_of(source), toward, doubt)
 
 
 def send_magic_packet(config: Config) -> Way:
@@ -2705,34 +2721,23 @@ def check_address(machine: Machine) -> Finding:
     return Finding("address", ", ".join(addresses))
 
 
-def network_of(way: Way) -> ipaddress.IPv4Network | None:
-    """Tell the network that a broadcast reaches, if its interface is known."""
-    asked = struct.pack("256s", way.interface.encode())
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-        try:
-            mask = socket.inet_ntoa(fcntl.ioctl(udp, SIOCGIFNETMASK, asked)[20:24])
-        except OSError:
-            return None
-    return ipaddress.IPv4Network((way.source, mask), strict=False)
-
-
 def check_packet(config: Config) -> Finding:
     """See which way the magic packet would take, and whether that leads there."""
     try:
         way = find_way(config)
-        seen = f"would leave from {way} to {config.broadcast}"
-        if config.broadcast != LIMITED_BROADCAST:
-            return Finding("magic packet", seen)
-        network = network_of(way)
-        if way.doubt or not network:
-            return Finding("magic packet", seen, UNSEEN)
-        ((_, address), *_) = resolve(config.machine.host, 0, socket.AF_INET)
     except OSError as error:
         remedy = "give this box an address in the machine's network"
         return Finding("magic packet", f"{error.strerror}; {remedy}", WRONG)
-    if ipaddress.IPv4Address(address[0]) in network:
+    seen = f"would leave from {way} to {config.broadcast}"
+    try:
+        mask = ask_interface(SIOCGIFNETMASK, way.interface, way.source)
+    except OSError:  # the interface is unknown
+        return Finding("magic packet", seen, UNSEEN)
+    network = ipaddress.IPv4Network((way.source, mask), strict=False)
+    if ipaddress.IPv4Address(way.toward) in network:
         return Finding("magic packet", seen)
-    seen += f"; {address[0]} is not in {network}, and no router lets a broadcast pass"
+    if not way.doubt:
+        seen += f"; {way.toward} is not in {network}, and routers stop broadcasts"
     return Finding("magic packet", seen, UNSEEN)
 
 
