@@ -30,13 +30,11 @@ The laws of this file:
 import argparse
 import base64
 import contextlib
-import email.utils
 import errno
 import fcntl
 import functools
 import hashlib
 import hmac
-import http.server
 import importlib.util
 import ipaddress
 import itertools
@@ -50,7 +48,6 @@ import select
 import selectors
 import signal
 import socket
-import socketserver
 import ssl
 import struct
 import subprocess
@@ -2095,9 +2092,6 @@ HOPS: Final = 16  # proxies in a row
 TOKEN: Final = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 START: Final = re.compile(rb"(%b+) ([!-~]+) HTTP/([0-9])\.[0-9]" % TOKEN)
 FIELD: Final = re.compile(rb"(%b+):([\t -~\x80-\xff]*)" % TOKEN)
-EXPECT: Final = re.compile(
-    rb"(?i)[^\r]* HTTP/1\.1\r\n(?:[^\r]+\r\n)*?expect:[\t ]*100-continue[\t ]*\r\n"
-)
 BROKEN: Final = re.compile(rb"(?<!\r)\n|\r[^\n]")  # an end of line that is none
 AUTHORITY: Final = r"(?:[\w.~-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?"
 TARGET: Final = re.compile(
@@ -2186,6 +2180,14 @@ def request_size(data: bytes, seen: int) -> int:
     return len(data) if past_hope else 0
 
 
+def expects_continue(data: bytes) -> bool:
+    """Tell whether a client wants a word before it sends the body."""
+    head, _, _ = data.partition(b"\r\n\r\n")
+    line, _, _ = head.partition(b"\r\n")
+    expected = parse_head(head).fields.get("expect", "")
+    return line.endswith(b"1.1") and expected.lower() == "100-continue"
+
+
 def plain_address(text: str) -> str:
     """Read an address; an IPv4 one is without IPv6's clothes then. Raises: ValueError.
 
@@ -2238,7 +2240,7 @@ def serialize(response: Response, *, head_only: bool = False) -> bytes:
     """Write a response as HTTP/1.1 has it."""
     status = HTTPStatus(response.status)
     fields = (
-        ("Date", email.utils.formatdate(usegmt=True)),
+        ("Date", time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())),
         ("Server", "waker"),
         ("Connection", "close"),
         ("Cache-Control", "no-store"),
@@ -2252,41 +2254,20 @@ def serialize(response: Response, *, head_only: bool = False) -> bytes:
     return head.encode() + (b"" if head_only else response.body)
 
 
-class Shell(http.server.BaseHTTPRequestHandler):
-    """The handler of http.server, for a request that has come whole; it makes bytes."""
-
-    def __init__(
-        self,
-        app: App,
-        request: tuple[bytes, socket.socket],
-        peer: tuple[str, int],
-        server: socketserver.BaseServer,
-    ) -> None:
-        self._app = app
-        self.answer = b""
-        super().__init__(request, peer, server)
-
-    def setup(self) -> None:
-        """Leave the socket alone: it is the server's."""
-
-    def handle(self) -> None:
-        """Answer the request, or tell what is wrong with it."""
-        data, _ = self.request
-        app, what, client = self._app, "a request", self.client_address[0]
-        now = time.monotonic()  # not when it began: nobody can make it older
-        try:
-            request = parse_request(data, client, app.config.proxies, now)
-            what, client = f"{request.method} {request.path}", request.client
-            response = dispatch(app, request)
-        except Fault as fault:
-            response = refuse(app, fault, what, client)
-        except Exception as error:  # noqa: BLE001 - no bug may take the daemon down
-            app.log.event(describe_bug(error), client, ERROR)
-            response = refusal(Fault(500, "Internal error; the log tells where"))
-        self.answer = serialize(response, head_only=data.startswith(b"HEAD "))
-
-    def finish(self) -> None:
-        """Leave the rest to the server, too."""
+def respond(app: App, data: bytes, peer: str) -> bytes:
+    """Answer a request that has come whole, or tell what is wrong with it."""
+    what, client = "a request", peer
+    now = time.monotonic()  # not when it began: nobody can make it older
+    try:
+        request = parse_request(data, peer, app.config.proxies, now)
+        what, client = f"{request.method} {request.path}", request.client
+        response = dispatch(app, request)
+    except Fault as fault:
+        response = refuse(app, fault, what, client)
+    except Exception as error:  # noqa: BLE001 - no bug may take the daemon down
+        app.log.event(describe_bug(error), client, ERROR)
+        response = refusal(Fault(500, "Internal error; the log tells where"))
+    return serialize(response, head_only=data.startswith(b"HEAD "))
 
 
 # ---- HTTP: the connections -----------------------------------------------------------
@@ -2298,6 +2279,7 @@ class Shell(http.server.BaseHTTPRequestHandler):
 
 CLIENT_SECONDS: Final = 10  # for a whole request to come; again, to take the answer
 CALM_SECONDS: Final = 60  # between two lines in the log that there are too many
+BACKLOG: Final = 4096  # connections that wait to be let in
 CONNECTIONS: Final = 900  # at a time, or three in four of what the system allows us
 TLS_CONNECTIONS: Final = 60  # instead, for each takes some 50 KB
 PER_CLIENT: Final = 24  # connections, if it is no proxy that we trust
@@ -2366,12 +2348,26 @@ class Connection:
         self.drained = 0  # bytes that came after it
 
 
-class Server(http.server.HTTPServer):
-    """Listens, and serves everybody at once."""
+def listen(where: Listen) -> socket.socket:
+    """Open the port, for IPv4 too where it is IPv6's `::`. Raises: OSError."""
+    host = where.host
+    everywhere = host == "::" and socket.has_dualstack_ipv6()
+    if host == "::" and not everywhere:
+        host = "0.0.0.0"  # noqa: S104 - every address is what the user wants
+    return socket.create_server(
+        (host, where.port),
+        family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+        backlog=BACKLOG,
+        dualstack_ipv6=everywhere,
+    )
 
-    request_queue_size = 4096  # connections that wait; the usual 5 drops honest ones
 
-    def __init__(self, app: App, tls: ssl.SSLContext | None = None) -> None:
+class Server:
+    """Serves everybody at once, through a socket that listens."""
+
+    def __init__(
+        self, app: App, tcp: socket.socket, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._app = app
         self._tls = tls
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -2388,35 +2384,11 @@ class Server(http.server.HTTPServer):
         self._calm = 0.0  # when the log may be told again that there are too many
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell, selectors.EVENT_READ, self._take_answers)
-        host, port = app.config.listen
-        if host == "::" and not self._kernel_has_ipv6():
-            host = "0.0.0.0"  # noqa: S104 - every address is what the user wants
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), functools.partial(Shell, app))  # `_work` has it
-        self.socket.settimeout(0)
-        self._selector.register(self.socket, selectors.EVENT_READ, self._accept)
+        self._tcp = tcp
+        self._tcp.settimeout(0)
+        self._selector.register(self._tcp, selectors.EVENT_READ, self._accept)
         for _ in range(WORKERS):
             threading.Thread(target=self._work, daemon=True).start()
-
-    @staticmethod
-    def _kernel_has_ipv6() -> bool:
-        try:
-            socket.socket(socket.AF_INET6).close()
-        except OSError:
-            return False
-        return True
-
-    def server_bind(self) -> None:
-        """Bind, for IPv4 too, and without HTTPServer's reverse DNS look-up."""
-        if self.address_family == socket.AF_INET6:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        socketserver.TCPServer.server_bind(self)
-
-    def _reply(self, connection: Connection) -> None:
-        """Answer a whole request."""
-        request = (connection.buffer[: connection.size], connection.tcp)
-        shell = Shell(self._app, request, (connection.peer, 0), self)
-        connection.buffer = shell.answer
 
     def _work(self) -> None:
         """Answer whole requests: what the workers do, and all that they do.
@@ -2424,9 +2396,10 @@ class Server(http.server.HTTPServer):
         While they wait for one, nothing of the last one is kept: it may be a secret.
         """
         while connection := self._whole.get():
-            self._reply(connection)
+            data = connection.buffer[: connection.size]
+            connection.buffer = respond(self._app, data, connection.peer)
             self._answered.put(connection)
-            del connection
+            del connection, data
             with contextlib.suppress(OSError):  # it was rung enough, or nobody hears it
                 self._clapper.send(b"!")
 
@@ -2513,7 +2486,7 @@ class Server(http.server.HTTPServer):
         """Let new clients in."""
         for _ in range(AT_ONCE):
             try:
-                tcp, address = self.get_request()
+                tcp, address = self._tcp.accept()
             except BlockingIOError:
                 return
             except OSError as error:
@@ -2567,7 +2540,7 @@ class Server(http.server.HTTPServer):
                 self._take_answers()
             self._busy.add(connection)
             self._whole.put(connection)
-        elif connection.size > size and EXPECT.match(connection.buffer):
+        elif connection.size > size and expects_continue(connection.buffer):
             word = b"HTTP/1.1 100 Continue\r\n\r\n"
             tls = connection.tls
             connection.tcp.send(tls.seal(word, last=False) if tls else word)
@@ -2618,11 +2591,11 @@ class Server(http.server.HTTPServer):
     def _stop(self, stop: socket.socket) -> None:
         """Listen no more, and let all go who are not being answered."""
         self._stops += len(stop.recv(16))
-        if self.socket.fileno() >= 0:
+        if self._tcp.fileno() >= 0:
             self._app.log.event("stopping")
             self._app.supervisor.tell("STOPPING=1")
-            self._selector.unregister(self.socket)
-            self.socket.close()
+            self._selector.unregister(self._tcp)
+            self._tcp.close()
             for connection in list(self._waiting):
                 self._drop(connection)
 
@@ -2652,9 +2625,9 @@ class Server(http.server.HTTPServer):
             except Exception as error:  # noqa: BLE001 - nor must one of ours
                 self._app.log.event(describe_bug(error), level=ERROR)
 
-    def server_close(self) -> None:
-        """Let go of everything; TCPServer calls this where it cannot bind, too."""
-        super().server_close()
+    def close(self) -> None:
+        """Let go of everything."""
+        self._tcp.close()
         for connection in list(self._waiting):
             self._drop(connection)
         for _ in range(WORKERS):
@@ -2913,14 +2886,16 @@ def serve(app: App, tls: ssl.SSLContext | None = None) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         try:
-            server = stack.enter_context(Server(app, tls))
+            tcp = listen(app.config.listen)
         except OSError as error:
-            remedy = LISTEN_REMEDIES.get(error.errno or 0, "")
-            text = f"WAKER_LISTEN {app.config.listen}: {error.strerror}{remedy}"
+            code = error.errno or 0  # its text has the address once more
+            remedy = LISTEN_REMEDIES.get(code, "")
+            text = f"WAKER_LISTEN {app.config.listen}: {os.strerror(code)}{remedy}"
             app.log.event(text, level=ERROR)
             return 1
+        server = stack.enter_context(contextlib.closing(Server(app, tcp, tls)))
         stack.callback(app.starter.stop)
-        host, port = server.server_address[:2]
+        host, port = tcp.getsockname()[:2]
         app.log.event(f"waker {__version__} listens on {Listen(str(host), int(port))}")
         warn(app.config, app.log)
         app.supervisor.ready(time.monotonic())

@@ -158,11 +158,13 @@ def running(
     stop, signal = socket.socketpair()
     app = app or waker.make_app(config, os.environ, waker.Log(None))
     app = app._replace(config=config)
-    with waker.Server(app) as server, stop, signal:
+    tcp = waker.listen(config.listen)
+    client = Client(int(tcp.getsockname()[1]), app=app)
+    with contextlib.closing(waker.Server(app, tcp)) as server, stop, signal:
         thread = threading.Thread(target=server.run, args=(stop,))
         thread.start()
         try:
-            yield Client(int(server.server_address[1]), app=app)
+            yield client
         finally:
             signal.send(b"!")
             thread.join()
