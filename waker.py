@@ -1543,9 +1543,11 @@ def unlock(
 class Unlocker:
     """Runs the process, for one who claimed it, and believes only what it told."""
 
-    def __init__(self, config: Config, environment: Mapping[str, str]) -> None:
-        program = [sys.executable, str(Path(__file__).resolve())]
-        self._command = [*program, "unlock", "--seconds", str(config.unlock_seconds)]
+    def __init__(
+        self, config: Config, environment: Mapping[str, str], program: Path
+    ) -> None:
+        command = sys.executable, str(program.resolve()), "unlock"
+        self._command = (*command, "--seconds", str(config.unlock_seconds))
         self._seconds = config.unlock_seconds
         ours = ("WAKER_", "NOTIFY_SOCKET", "WATCHDOG_")
         others = {n: v for n, v in environment.items() if not n.startswith(ours)}
@@ -2806,14 +2808,20 @@ def check(config: Config) -> Iterator[Finding]:
 EX_CONFIG: Final = 78  # sysexits.h; the unit does not start it again after that
 
 
-def make_app(config: Config, environment: Mapping[str, str], log: Log) -> App:
-    """Put the parts together. Raises: ConfigError for a page that is not right."""
+def make_app(
+    config: Config, environment: Mapping[str, str], log: Log, program: Path
+) -> App:
+    """Put the parts together; `program` is what unlocks, so it is this one.
+
+    Raises: ConfigError for a page that is not right.
+    """
     source = read_page()
     try:
         page, icon = make_page(source), make_icon(source)
     except ValueError:
         raise ConfigError(["ui.html is not the page of waker"]) from None
-    watcher, unlocker = Watcher(config.machine), Unlocker(config, environment)
+    watcher = Watcher(config.machine)
+    unlocker = Unlocker(config, environment, program)
     return App(
         config=config,
         page=page,
@@ -3031,8 +3039,8 @@ def forbid_core_dumps() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command; the result is the exit status."""
-    arguments = parse_arguments(argv)
+    """Run a command, the program's name before it; the result is the exit status."""
+    arguments = parse_arguments(argv[1:])
     forbid_core_dumps()
     warnings.simplefilter("ignore")  # paramiko's, of what cryptography will drop
     if arguments.command == "hash-pin":
@@ -3051,7 +3059,7 @@ def main(argv: Sequence[str]) -> int:
             unlock_once(values, folder, arguments.seconds)
         credentials = os.environ.get("CREDENTIALS_DIRECTORY", "")
         config = read_config(Reader(values), folder, credentials)
-        app, tls = make_app(config, os.environ, log), make_tls(config)
+        app, tls = make_app(config, os.environ, log, Path(argv[0])), make_tls(config)
     except ConfigError as error:
         faults = str(error).splitlines()
         if arguments.command == "check":
@@ -3067,4 +3075,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv))

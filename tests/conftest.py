@@ -149,6 +149,13 @@ class Client:
         return self
 
 
+def new_app(
+    config: waker.Config, environment: Mapping[str, str] = os.environ
+) -> waker.App:
+    """Put the daemon's parts together, without a log."""
+    return waker.make_app(config, environment, waker.Log(None), Path(PROGRAM))
+
+
 @contextlib.contextmanager
 def running(
     config: waker.Config, app: waker.App | None = None, port: int = 0
@@ -156,8 +163,7 @@ def running(
     """Run the daemon in this process; port 0 is any free one."""
     config = config._replace(listen=waker.Listen("127.0.0.1", port))
     stop, signal = socket.socketpair()
-    app = app or waker.make_app(config, os.environ, waker.Log(None))
-    app = app._replace(config=config)
+    app = (app or new_app(config))._replace(config=config)
     tcp = waker.listen(config.listen)
     client = Client(int(tcp.getsockname()[1]), app=app)
     with contextlib.closing(waker.Server(app, tcp)) as server, stop, signal:

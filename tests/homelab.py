@@ -314,7 +314,9 @@ def main() -> int:
         print(f"PIN         {pin}")
         print(f"passphrase  {passphrase}")
         print("End with ^C. What follows is the daemon's log.", flush=True)
-        status = waker.serve(waker.make_app(config, os.environ, waker.Log(2)))
+        program = Path(waker.__file__)
+        app = waker.make_app(config, os.environ, waker.Log(2), program)
+        status = waker.serve(app)
         machine.close()
     return status
 

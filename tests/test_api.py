@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from conftest import PASSPHRASE, PIN, Client, running
+from conftest import PASSPHRASE, PIN, Client, new_app, running
 from homelab import Homelab
 
 import waker
@@ -143,7 +143,7 @@ def test_a_token_in_hand_works_while_attempts_are_limited(owner: Client) -> None
 
 
 def test_a_token_that_has_expired_is_refused(config: waker.Config) -> None:
-    app = waker.make_app(config, {}, waker.Log(None))
+    app = new_app(config)
 
     def ask(token: str, now: float) -> waker.Response:
         request = waker.Request("GET", "/api/status", "192.0.2.1", now, token=token)
@@ -354,7 +354,7 @@ def test_two_unlocks_at_once_are_one_too_many(owner: Client) -> None:
 
 
 def test_a_bug_is_told_without_its_text(config: waker.Config) -> None:
-    app = waker.make_app(config, {}, waker.Log(None))
+    app = new_app(config)
     broken = app._replace(watcher=cast("waker.Watcher", None))  # a bug, on purpose
     with running(config, broken) as client:
         client.token = app.tokens.issue(time.monotonic())

@@ -30,6 +30,7 @@ from conftest import (
     environment,
     need,
     need_root,
+    new_app,
     run_waker,
     running,
 )
@@ -580,7 +581,7 @@ def test_it_stops_at_once_whoever_is_connected(started: Daemon) -> None:
 
 
 def test_a_bug_in_the_loop_does_not_end_it(config: waker.Config) -> None:
-    app = waker.make_app(config, {}, waker.Log(None))
+    app = new_app(config)
     broken = cast("tuple[waker.Network, ...]", (None,))  # a bug, on purpose
     with running(config._replace(proxies=broken), app) as client:
         for _ in range(3):

@@ -3,7 +3,7 @@
 import threading
 from pathlib import Path
 
-from conftest import PIN, daemon
+from conftest import PIN, daemon, new_app
 from cryptroot_unlock import Disks
 from ssh_servers import paramiko_server
 from test_daemon import MAC, wait_for, wait_for_child
@@ -57,7 +57,7 @@ def test_no_secret_is_where_others_could_read_it(tmp_path: Path) -> None:
 
 
 def test_no_secret_is_in_a_repr(config: waker.Config) -> None:
-    app = waker.make_app(config, {}, waker.Log(None))
+    app = new_app(config)
     token = app.tokens.issue(0)
     request = waker.Request(
         "POST", "/api/unlock", "192.0.2.1", 0, token=token, body=SECRET.encode()

@@ -20,6 +20,7 @@ from conftest import (
     Client,
     daemon,
     environment,
+    new_app,
     run_waker,
     running,
 )
@@ -106,7 +107,7 @@ def test_it_lives_as_long_as_its_loop_turns(
 ) -> None:
     listener, name = systemd
     environment = {"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "200000"}
-    app = waker.make_app(config, environment, waker.Log(None))
+    app = new_app(config, environment)
     app.supervisor.ready(time.monotonic())
     assert listener.recv(99) == b"READY=1"
     listener.settimeout(0.5)
