@@ -59,7 +59,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, cast
 
 if TYPE_CHECKING:  # the daemon never imports it: that would cost 20 MB for years
     import paramiko
@@ -445,15 +445,13 @@ class ConfigError(Exception):
         super().__init__("\n".join(faults))
 
 
-FILE_REMEDIES: Final = {
-    errno.ENOENT: "; make it, or correct the path (under systemd, LoadCredential=)",
-    errno.EACCES: "; by hand, use sudo (under systemd, LoadCredential=)",
-}
-
-
 def why_unreadable(path: Path, error: OSError) -> str:
     """Tell why a file cannot be read, and what helps."""
-    return f"{path}: {error.strerror}{FILE_REMEDIES.get(error.errno or 0, '')}"
+    remedies = {
+        errno.ENOENT: "; make it, or correct the path (under systemd, LoadCredential=)",
+        errno.EACCES: "; by hand, use sudo (under systemd, LoadCredential=)",
+    }
+    return f"{path}: {error.strerror}{remedies.get(error.errno or 0, '')}"
 
 
 NOTHING: Final = ("", "\n")  # our unit hands over the latter for a missing file
@@ -466,16 +464,24 @@ def why_empty(path: Path) -> str:
     return f"{path} is empty; fill it"
 
 
-def file_fault(path: Path) -> str:
-    """Tell why a file is of no use, and what helps; empty if it may be."""
+def file_fault(path: Path, *, private: bool = False) -> str:
+    """Tell why a file is of no use, and what helps; empty if it may be.
+
+    A private one must not be open to others.
+    """
     try:
         if path.exists() and not path.is_file():
             return f"{path} is no file; correct the path"
         with path.open("rb") as file:
             empty = file.read(2).decode("latin-1") in NOTHING
+            mode = os.fstat(file.fileno()).st_mode
     except OSError as error:
         return why_unreadable(path, error)
-    return why_empty(path) if empty else ""
+    if empty:
+        return why_empty(path)
+    if private and mode & 0o077:
+        return f"{path} is open to others; chmod 600 {path}"
+    return ""
 
 
 def read_env_file(path: Path) -> dict[str, str]:
@@ -567,13 +573,9 @@ def key_fault(path: Path, credentials: str) -> str:
 
     Below `credentials`, systemd's $CREDENTIALS_DIRECTORY, its mode says nothing.
     """
-    fault = file_fault(path)
-    if fault:
-        return f"WAKER_SSH_KEY {fault}"
-    guarded = credentials and Path(credentials) in path.parents
-    if path.stat().st_mode & 0o077 and not guarded:
-        return f"WAKER_SSH_KEY {path} is open to others; chmod 600 {path}"
-    return ""
+    guarded = bool(credentials) and Path(credentials) in path.parents
+    fault = file_fault(path, private=not guarded)
+    return f"WAKER_SSH_KEY {fault}" if fault else ""
 
 
 def read_machine(reader: Reader, folder: Path, credentials: str = "") -> Machine:
@@ -678,21 +680,24 @@ def refusal(fault: Fault) -> Response:
     return Response(fault.status, body, headers=fault.headers)
 
 
+def parse_members(members: list[tuple[str, object]]) -> dict[str, object]:
+    """Make a JSON object of its members; none may be there twice."""
+    if len(dict(members)) < len(members):
+        raise ValueError
+    return dict(members)
+
+
+def parse_constant(_: str) -> object:
+    """Refuse NaN and the infinities: they are not JSON."""
+    raise ValueError
+
+
 def text_member(request: Request, name: str) -> str:
     """Take one text out of a JSON body.
 
     Raises: Fault 415 for another content type; 413 for a body that is too long; 400 for
     anything but an object with that member, a string that is not empty.
     """
-
-    def unique(members: list[tuple[str, object]]) -> dict[str, object]:
-        if len(dict(members)) < len(members):
-            raise ValueError
-        return dict(members)
-
-    def refuse(_: str) -> object:  # NaN and the infinities are not JSON
-        raise ValueError
-
     kind = request.content_type.partition(";")[0].strip(" \t").lower()
     if kind != "application/json":
         raise Fault(415, "Content-Type must be application/json")
@@ -702,7 +707,9 @@ def text_member(request: Request, name: str) -> str:
         if request.body.count(b"[") + request.body.count(b"{") > BRACKETS:
             raise ValueError
         body = json.loads(
-            request.body.decode(), object_pairs_hook=unique, parse_constant=refuse
+            request.body.decode(),
+            object_pairs_hook=parse_members,
+            parse_constant=parse_constant,
         )
         text = body.get(name) if isinstance(body, dict) else None
         if not isinstance(text, str) or not text.encode():
@@ -2296,6 +2303,20 @@ EXHAUSTED_SECONDS: Final = 0.05  # to wait when the system has no descriptor lef
 EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
+def listen(where: Listen) -> socket.socket:
+    """Open the port, for IPv4 too where it is IPv6's `::`. Raises: OSError."""
+    host = where.host
+    everywhere = host == "::" and socket.has_dualstack_ipv6()
+    if host == "::" and not everywhere:
+        host = "0.0.0.0"  # noqa: S104 - every address is what the user wants
+    return socket.create_server(
+        (host, where.port),
+        family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+        backlog=BACKLOG,
+        dualstack_ipv6=everywhere,
+    )
+
+
 class Tls:
     """The TLS of one connection, from bytes to bytes. Whatever raises: OSError.
 
@@ -2347,21 +2368,27 @@ class Connection:
         self.step: Callable[[Connection], None]  # to take when the socket is ready
         self.buffer = b""  # what has come of the request; then what is left to send
         self.size = 0  # bytes of the whole request, once that is known
+        self.answered = False
         self.drained = 0  # bytes that came after it
 
 
-def listen(where: Listen) -> socket.socket:
-    """Open the port, for IPv4 too where it is IPv6's `::`. Raises: OSError."""
-    host = where.host
-    everywhere = host == "::" and socket.has_dualstack_ipv6()
-    if host == "::" and not everywhere:
-        host = "0.0.0.0"  # noqa: S104 - every address is what the user wants
-    return socket.create_server(
-        (host, where.port),
-        family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-        backlog=BACKLOG,
-        dualstack_ipv6=everywhere,
-    )
+def work(
+    app: App,
+    whole: queue.SimpleQueue[Connection | None],
+    answered: queue.SimpleQueue[Connection],
+    bell: socket.socket,
+) -> None:
+    """Answer whole requests: what the workers do, and all that they do.
+
+    While they wait for one, nothing of the last one is kept: it may be a secret.
+    """
+    while connection := whole.get():
+        data = connection.buffer[: connection.size]
+        connection.buffer = respond(app, data, connection.peer)
+        answered.put(connection)
+        del connection, data
+        with contextlib.suppress(OSError):  # it was rung enough, or nobody hears it
+            bell.send(b"!")
 
 
 class Server:
@@ -2371,6 +2398,8 @@ class Server:
         self, app: App, tcp: socket.socket, tls: ssl.SSLContext | None = None
     ) -> None:
         self._app = app
+        self._tcp = tcp
+        self._tcp.settimeout(0)
         self._tls = tls
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._limit = min(TLS_CONNECTIONS if tls else CONNECTIONS, soft * 3 // 4)
@@ -2385,41 +2414,12 @@ class Server:
         self._stops = 0  # how often we were told to
         self._calm = 0.0  # when the log may be told again that there are too many
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._bell, selectors.EVENT_READ, self._take_answers)
-        self._tcp = tcp
-        self._tcp.settimeout(0)
-        self._selector.register(self._tcp, selectors.EVENT_READ, self._accept)
+        workers = app, self._whole, self._answered, self._clapper
         for _ in range(WORKERS):
-            threading.Thread(target=self._work, daemon=True).start()
-
-    def _work(self) -> None:
-        """Answer whole requests: what the workers do, and all that they do.
-
-        While they wait for one, nothing of the last one is kept: it may be a secret.
-        """
-        while connection := self._whole.get():
-            data = connection.buffer[: connection.size]
-            connection.buffer = respond(self._app, data, connection.peer)
-            self._answered.put(connection)
-            del connection, data
-            with contextlib.suppress(OSError):  # it was rung enough, or nobody hears it
-                self._clapper.send(b"!")
-
-    def _wait(
-        self, connection: Connection, events: int, step: Callable[[Connection], None]
-    ) -> None:
-        """Have a connection wait for its client; if that is ready, take the step."""
-        connection.ends = time.monotonic() + CLIENT_SECONDS
-        connection.step = step
-        go_on = functools.partial(self._go_on, connection)
-        self._selector.register(connection.tcp, events, go_on)
-        self._waiting[connection] = None
-        self._held += len(connection.buffer)
-        self._crowds[connection.counted] += 1
-        go_on()
+            threading.Thread(target=work, args=workers, daemon=True).start()
 
     def _leave(self, connection: Connection) -> None:
-        """Have it wait no more."""
+        """Have a connection wait no more."""
         self._selector.unregister(connection.tcp)
         del self._waiting[connection]
         self._held -= len(connection.buffer)
@@ -2435,7 +2435,7 @@ class Server:
 
     def _turn_away(self, connection: Connection, response: Response) -> None:
         """Hang up on a client that waits; tell why, if it has no answer yet."""
-        if connection.step == self._gather:
+        if not connection.answered:
             head_only = connection.buffer.startswith(b"HEAD ")
             answer = serialize(response, head_only=head_only)
             with contextlib.suppress(OSError):  # it takes that now or never
@@ -2465,6 +2465,93 @@ class Server:
             biggest = max(self._waiting, key=lambda other: len(other.buffer))
             self._turn_away(biggest, self._crowded(biggest.peer))
 
+    def _wait(
+        self, connection: Connection, events: int, step: Callable[[Connection], None]
+    ) -> None:
+        """Have a connection wait for its client; if that is ready, take the step."""
+        connection.ends = time.monotonic() + CLIENT_SECONDS
+        connection.step = step
+        go_on = functools.partial(self._go_on, connection)
+        self._selector.register(connection.tcp, events, go_on)
+        self._waiting[connection] = None
+        self._held += len(connection.buffer)
+        self._crowds[connection.counted] += 1
+        go_on()
+
+    def _drain(self, connection: Connection) -> None:
+        """Wait for the client to hang up: if we did, it might not get its answer."""
+        chunk = connection.tcp.recv(HEAD)
+        connection.drained += len(chunk)
+        if not chunk or connection.drained > DRAIN:
+            self._drop(connection)
+
+    def _send(self, connection: Connection) -> None:
+        """Send as much as the client takes of its answer; then, that it was all."""
+        sent = connection.tcp.send(connection.buffer)
+        connection.buffer = connection.buffer[sent:]
+        self._held -= sent
+        if not connection.buffer:
+            connection.tcp.shutdown(socket.SHUT_WR)
+            connection.step = self._drain
+            go_on = self._selector.get_key(connection.tcp).data
+            self._selector.modify(connection.tcp, selectors.EVENT_READ, go_on)
+
+    def _answer(self, connection: Connection) -> None:
+        """Begin to send an answer."""
+        if connection.tls:
+            self._held -= len(connection.buffer)
+            connection.buffer = connection.tls.seal(connection.buffer)
+            self._held += len(connection.buffer)
+        connection.step = self._send
+        self._send(connection)
+
+    def _take_answers(self) -> None:
+        """Take back what the workers have done."""
+        self._bell.recv(CONNECTIONS)
+        while not self._answered.empty():
+            connection = self._answered.get()
+            self._busy.remove(connection)
+            connection.answered = True
+            self._wait(connection, selectors.EVENT_WRITE, self._answer)
+
+    def _hand_over(self, connection: Connection) -> None:
+        """Have a worker answer a request, when there is room for one more."""
+        self._leave(connection)
+        while len(self._busy) >= QUEUE:  # more would only take memory
+            self._app.supervisor.live(time.monotonic())
+            self._take_answers()
+        self._busy.add(connection)
+        self._whole.put(connection)
+
+    def _receive(self, connection: Connection) -> tuple[bytes, bool]:
+        """Read what there is; returns what it says, and whether that was the end."""
+        received = connection.tcp.recv(HEAD)
+        if not connection.tls or not received:
+            return received, not received
+        try:
+            return connection.tls.open(received), False
+        finally:  # what it refuses gets a reason
+            reply = connection.tls.reply()
+            if connection.tcp.send(reply) < len(reply):
+                raise ConnectionAbortedError
+
+    def _gather(self, connection: Connection) -> None:
+        """Take what there is of a request; when it is whole, hand it over."""
+        chunk, ended = self._receive(connection)
+        seen, size = len(connection.buffer), connection.size
+        connection.buffer += chunk
+        self._held += len(chunk)
+        connection.size = size or request_size(connection.buffer, seen)
+        if ended and not connection.buffer:  # it came and went
+            self._drop(connection)
+        elif ended or 0 < connection.size <= len(connection.buffer):
+            connection.size = connection.size or seen
+            self._hand_over(connection)
+        elif connection.size > size and expects_continue(connection.buffer):
+            word = b"HTTP/1.1 100 Continue\r\n\r\n"
+            tls = connection.tls
+            connection.tcp.send(tls.seal(word, last=False) if tls else word)
+
     def _make_room(self, counted: str) -> bool:
         """Turn one away where one more is too many; False if nobody waits.
 
@@ -2483,6 +2570,20 @@ class Server:
                 self._turn_away(other, self._crowded(other.peer))
                 return True
         return False
+
+    def _begin(self, tcp: socket.socket, peer: str) -> None:
+        """Begin with a client. Raises: OSError."""
+        tcp.settimeout(0)
+        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        counted = "" if within(peer, self._app.config.proxies) else counted_as(peer)
+        if self._make_room(counted):
+            tls = Tls(self._tls) if self._tls else None
+            connection = Connection(tcp, peer, counted, tls)
+            self._wait(connection, selectors.EVENT_READ, self._gather)
+        else:
+            with tcp:
+                answer = serialize(self._crowded(peer))
+                tcp.send(answer if not self._tls else b"")
 
     def _accept(self) -> None:
         """Let new clients in."""
@@ -2504,87 +2605,9 @@ class Server:
             with contextlib.suppress(OSError):  # it has gone already
                 self._begin(tcp, peer)
 
-    def _begin(self, tcp: socket.socket, peer: str) -> None:
-        """Begin with a client. Raises: OSError."""
-        tcp.settimeout(0)
-        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        counted = "" if within(peer, self._app.config.proxies) else counted_as(peer)
-        if self._make_room(counted):
-            tls = Tls(self._tls) if self._tls else None
-            connection = Connection(tcp, peer, counted, tls)
-            self._wait(connection, selectors.EVENT_READ, self._gather)
-        else:
-            with tcp:
-                answer = serialize(self._crowded(peer))
-                tcp.send(answer if not self._tls else b"")
-
-    def _gather(self, connection: Connection) -> None:
-        """Read what there is of a request; when it is whole, a worker gets it."""
-        chunk = received = connection.tcp.recv(HEAD)
-        if connection.tls and received:
-            try:
-                chunk = connection.tls.open(received)
-            finally:  # what it refuses gets a reason
-                reply = connection.tls.reply()
-                if connection.tcp.send(reply) < len(reply):
-                    raise ConnectionAbortedError
-        seen, size = len(connection.buffer), connection.size
-        connection.buffer += chunk
-        self._held += len(chunk)
-        connection.size = size or request_size(connection.buffer, seen)
-        if not received and not connection.buffer:  # it came and went
-            self._drop(connection)
-        elif not received or 0 < connection.size <= len(connection.buffer):
-            connection.size = connection.size or seen
-            self._leave(connection)
-            while len(self._busy) >= QUEUE:  # more would only take memory
-                self._app.supervisor.live(time.monotonic())
-                self._take_answers()
-            self._busy.add(connection)
-            self._whole.put(connection)
-        elif connection.size > size and expects_continue(connection.buffer):
-            word = b"HTTP/1.1 100 Continue\r\n\r\n"
-            tls = connection.tls
-            connection.tcp.send(tls.seal(word, last=False) if tls else word)
-
-    def _take_answers(self) -> None:
-        """Take back what the workers have done."""
-        self._bell.recv(CONNECTIONS)
-        while not self._answered.empty():
-            connection = self._answered.get()
-            self._busy.remove(connection)
-            self._wait(connection, selectors.EVENT_WRITE, self._answer)
-
-    def _answer(self, connection: Connection) -> None:
-        """Begin to send an answer."""
-        if connection.tls:
-            self._held -= len(connection.buffer)
-            connection.buffer = connection.tls.seal(connection.buffer)
-            self._held += len(connection.buffer)
-        connection.step = self._send
-        self._send(connection)
-
-    def _send(self, connection: Connection) -> None:
-        """Send as much as the client takes of its answer; then, that it was all."""
-        sent = connection.tcp.send(connection.buffer)
-        connection.buffer = connection.buffer[sent:]
-        self._held -= sent
-        if not connection.buffer:
-            connection.tcp.shutdown(socket.SHUT_WR)
-            connection.step = self._drain
-            go_on = self._selector.get_key(connection.tcp).data
-            self._selector.modify(connection.tcp, selectors.EVENT_READ, go_on)
-
-    def _drain(self, connection: Connection) -> None:
-        """Wait for the client to hang up: if we did, it might not get its answer."""
-        chunk = connection.tcp.recv(HEAD)
-        connection.drained += len(chunk)
-        if not chunk or connection.drained > DRAIN:
-            self._drop(connection)
-
     def _give_up(self, connection: Connection) -> None:
         """Hang up on a client whose time is over; one that never spoke gets no word."""
-        if connection.buffer and connection.step == self._gather:
+        if connection.buffer and not connection.answered:
             fault = Fault(408, f"The request did not come within {CLIENT_SECONDS} s")
             response = refuse(self._app, fault, "a request", connection.peer)
             self._turn_away(connection, response)
@@ -2619,8 +2642,12 @@ class Server:
 
         An idle server wakes up for its supervisor alone.
         """
-        go_on = functools.partial(self._stop, stop)
-        self._selector.register(stop, selectors.EVENT_READ, go_on)
+        for tcp, happened in (
+            (self._tcp, self._accept),
+            (self._bell, self._take_answers),
+            (stop, functools.partial(self._stop, stop)),
+        ):
+            self._selector.register(tcp, selectors.EVENT_READ, happened)
         while not self._stops or (self._busy and self._stops < 2):
             try:
                 self._turn()
@@ -2725,13 +2752,16 @@ def check_port(whose: str, port: int, door: Door) -> Finding:
     return Finding(f"{whose} port", f"{port} {seen}", UNSEEN)
 
 
-STATES: Final = {
-    "off": "off, or a firewall is between; wake it, and check again",
-    "booting": "it answers, but not with SSH; check again while its initrd waits",
-    "locked": "the initrd's port is open",
-    "up": "the system is up; to see the initrd, restart it and check again",
-    "unknown": "SSH answers, be it the initrd's or the system's",
-}
+def check_state(state: str) -> Finding:
+    """Tell what the ports say together."""
+    meanings = {
+        "off": "off, or a firewall is between; wake it, and check again",
+        "booting": "it answers, but not with SSH; check again while its initrd waits",
+        "locked": "the initrd's port is open",
+        "up": "the system is up; to see the initrd, restart it and check again",
+        "unknown": "SSH answers, be it the initrd's or the system's",
+    }
+    return Finding("machine", meanings[state], "ok" if state == "locked" else UNSEEN)
 
 
 def check_unpinned(machine: Machine, *, in_initrd: bool) -> Finding:
@@ -2786,7 +2816,7 @@ def check(config: Config) -> Iterator[Finding]:
     yield check_port("common" if shared else "initrd's", machine.initrd_port, initrd)
     if not shared:
         yield check_port("system's", machine.system_port, system)
-    yield Finding("machine", STATES[state], "ok" if state == "locked" else UNSEEN)
+    yield check_state(state)
     fault = paramiko_fault()
     if fault:
         yield Finding("paramiko", fault, WRONG)
@@ -2862,11 +2892,15 @@ def make_tls(config: Config) -> ssl.SSLContext | None:
     return context
 
 
-LISTEN_REMEDIES: Final = {
-    errno.EACCES: "; only root may have a port below 1024: take a higher one",
-    errno.EADDRINUSE: "; end the program that has this port, or take another one",
-    errno.EADDRNOTAVAIL: "; this box has no such address so far",
-}
+def why_not_listening(where: Listen, error: OSError) -> str:
+    """Tell why the port cannot be opened, and what helps."""
+    code = error.errno or 0
+    remedies = {
+        errno.EACCES: "; only root may have a port below 1024: take a higher one",
+        errno.EADDRINUSE: "; end the program that has this port, or take another one",
+        errno.EADDRNOTAVAIL: "; this box has no such address so far",
+    }
+    return f"WAKER_LISTEN {where}: {os.strerror(code)}{remedies.get(code, '')}"
 
 
 def warn(config: Config, log: Log) -> None:
@@ -2896,10 +2930,7 @@ def serve(app: App, tls: ssl.SSLContext | None = None) -> int:
         try:
             tcp = listen(app.config.listen)
         except OSError as error:
-            code = error.errno or 0  # its text has the address once more
-            remedy = LISTEN_REMEDIES.get(code, "")
-            text = f"WAKER_LISTEN {app.config.listen}: {os.strerror(code)}{remedy}"
-            app.log.event(text, level=ERROR)
+            app.log.event(why_not_listening(app.config.listen, error), level=ERROR)
             return 1
         server = stack.enter_context(contextlib.closing(Server(app, tcp, tls)))
         stack.callback(app.starter.stop)
@@ -2924,33 +2955,28 @@ def read_secret(prompt: str) -> str:
     return sys.stdin.buffer.read().decode()
 
 
-def unlock_once(values: Mapping[str, str], folder: Path, seconds: int) -> NoReturn:
-    """Do one unlock; print a line of JSON per step, and one for the outcome."""
+def print_json(members: Mapping[str, object]) -> None:
+    """Print a line, at once."""
+    os.write(1, json.dumps(members).encode() + b"\n")
+
+
+def unlock_once(values: Mapping[str, str], folder: Path, seconds: int) -> Outcome:
+    """Do one unlock; print a line of JSON per step."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd tells the whole group
-
-    def tell(members: Mapping[str, object]) -> None:
-        os.write(1, json.dumps(members).encode() + b"\n")
-
-    def run() -> Outcome:
-        reader = Reader(values)
-        credentials = os.environ.get("CREDENTIALS_DIRECTORY", "")
-        machine = read_machine(reader, folder, credentials)
-        try:
-            reader.finish()
-            passphrase = Passphrase.parse(read_secret("Passphrase: "))
-        except ConfigError as error:
-            return Outcome.failed("; ".join(str(error).splitlines()), sent=False)
-        except ValueError:
-            reason = "a passphrase has 1 to 512 bytes of UTF-8 and no control character"
-            return Outcome.failed(reason, sent=False)
-        progress = Progress(lambda step: tell({"step": step}))
-        signal.alarm(seconds)  # ends us even where something hangs
-        deadline = time.monotonic() + seconds - MARGIN_SECONDS
-        return unlock(machine, passphrase, progress, deadline)
-
-    outcome = run()
-    tell(outcome._asdict())
-    os._exit(outcome.outcome != "unlocked")  # paramiko's timers would hold us for 15 s
+    reader = Reader(values)
+    machine = read_machine(reader, folder, os.environ.get("CREDENTIALS_DIRECTORY", ""))
+    try:
+        reader.finish()
+        passphrase = Passphrase.parse(read_secret("Passphrase: "))
+    except ConfigError as error:
+        return Outcome.failed("; ".join(str(error).splitlines()), sent=False)
+    except ValueError:
+        reason = "a passphrase has 1 to 512 bytes of UTF-8 and no control character"
+        return Outcome.failed(reason, sent=False)
+    progress = Progress(lambda step: print_json({"step": step}))
+    signal.alarm(seconds)  # ends us even where something hangs
+    deadline = time.monotonic() + seconds - MARGIN_SECONDS
+    return unlock(machine, passphrase, progress, deadline)
 
 
 def print_table(findings: Iterable[Finding]) -> int:
@@ -3056,7 +3082,9 @@ def main(argv: Sequence[str]) -> int:
         values |= {n: v for n, v in os.environ.items() if n.startswith("WAKER_")}
         folder = file.resolve().parent if file else Path.cwd()
         if arguments.command == "unlock":
-            unlock_once(values, folder, arguments.seconds)
+            outcome = unlock_once(values, folder, arguments.seconds)
+            print_json(outcome._asdict())
+            os._exit(outcome.outcome != "unlocked")  # paramiko's timers would take 15 s
         credentials = os.environ.get("CREDENTIALS_DIRECTORY", "")
         config = read_config(Reader(values), folder, credentials)
         app, tls = make_app(config, os.environ, log, Path(argv[0])), make_tls(config)

@@ -56,7 +56,7 @@ def test_a_machine_that_is_off_is_nothing_wrong(lab: Homelab) -> None:
         "magic packet": ("ok", "would leave from 127.0.0.1 (lo) to 127.0.0.1"),
         "initrd's port": ("-", f"{lab.initrd_port} does not answer"),
         "system's port": ("-", f"{lab.system_port} does not answer"),
-        "machine": ("-", waker.STATES["off"]),
+        "machine": ("-", waker.check_state("off").seen),
         "paramiko": ("ok", table["paramiko"][1]),
         "SSH key": ("ok", key),
         "host key": ("-", "not seen, as the initrd's SSH is not there"),
@@ -77,7 +77,7 @@ def test_an_initrd_that_would_take_the_passphrase_is_told_so(
     assert verdict == "ok"
     assert seen.startswith(f"{initrd.port} is open; it says SSH-2.0-")
     assert table["system's port"][1].endswith(" refuses connections")
-    assert table["machine"] == ("ok", waker.STATES["locked"])
+    assert table["machine"] == ("ok", waker.check_state("locked").seen)
     assert table["host key"] == ("ok", "it is the pinned one")
     assert table["login"] == ("ok", "root is let in; to unlock was not tried")
 
@@ -167,7 +167,7 @@ def test_a_system_that_is_up_is_told(tmp_path: Path) -> None:
         swapped = {name: settings[ports[i - 1]] for i, name in enumerate(ports)}
         status, table = check(settings | swapped)
     assert status == 0
-    assert table["machine"] == ("-", waker.STATES["up"])
+    assert table["machine"] == ("-", waker.check_state("up").seen)
     assert table["host key"] == ("-", "not seen, as the initrd's SSH is not there")
 
 
@@ -186,7 +186,10 @@ def test_the_key_of_a_system_that_is_up_is_not_to_be_pinned(tmp_path: Path) -> N
             (pin, "not seen"),
         ):
             status, table = check(settings | more)
-            assert (status, table["machine"]) == (0, ("-", waker.STATES["up"]))
+            assert (status, table["machine"]) == (
+                0,
+                ("-", waker.check_state("up").seen),
+            )
             assert table["host key"][0] == "-"
             assert table["host key"][1].startswith(told)
             assert "SHA256" not in table["host key"][1]
