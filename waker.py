@@ -1,6 +1,8 @@
 #!/usr/bin/python3
 """Wake one machine by magic packet and unlock its encrypted disk over SSH.
 
+    waker.py [--env-file FILE] [serve | check | unlock | hash-pin]
+
 A person away from home opens a page, types a PIN and the passphrase of a disk. This
 daemon, on a Pi or a router beside the machine, sends the magic packet, tells what it
 sees of the machine, and hands the passphrase to the machine's initrd so that it boots.
@@ -543,6 +545,7 @@ def matching(pattern: str) -> Callable[[str], str]:
     """Make a parser that takes exactly what matches the pattern."""
 
     def parse(text: str) -> str:
+        """Take it as it is."""
         if not re.fullmatch(pattern, text, re.ASCII):
             raise ValueError
         return text
@@ -1009,6 +1012,7 @@ def find_doors(machine: Machine, *, wait_for_ident: bool) -> tuple[Door, Door]:
     doors = {port: [Door()] for port in ports}
 
     def try_door(port: int, family: int, address: Address) -> None:
+        """Knock at one port of one address."""
         address = (address[0], port, *address[2:])
         doors[port].append(knock(family, address, wait_for_ident=wait_for_ident))
 
@@ -1050,6 +1054,7 @@ class Watcher:
         self._over.set()
 
     def _look(self, now: float, over: threading.Event) -> None:
+        """Look, and tell all who wait for it that it is over."""
         try:
             self._last = now, look(self._machine)
         finally:
@@ -1325,6 +1330,7 @@ class Run:
         self._output = ""
 
     def _open(self) -> "paramiko.Channel":
+        """Begin to run the command, if it does not run so far."""
         if not self._channel:
             channel = self._transport.open_session()
             channel.set_combine_stderr(True)
@@ -1333,6 +1339,7 @@ class Run:
         return self._channel
 
     def _next(self, channel: "paramiko.Channel") -> tuple[str, str]:
+        """Read up to an event; it is an ending where the output is at its end."""
         while True:
             found = self._dialect.events.search(self._output)
             if found and found.lastgroup:
@@ -1769,6 +1776,7 @@ class Starter:
         self._job: Job | None = None  # the running one, or the last
 
     def _tell(self, job: Job, phase: str, message: str) -> None:
+        """Tell how far it is; the log, only what is new."""
         known, job.start = job.start, job.start._replace(phase=phase, message=message)
         if known != job.start:
             self._log.event(f"start: {phase}: {message}")
@@ -1859,6 +1867,7 @@ class Starter:
         return f"{seen} {tell_sent(sent=outcome.sent)}"
 
     def _run(self, given: list[Passphrase]) -> None:
+        """Do it all, in a thread, and tell how it ended."""
         job = cast("Job", self._job)
         try:
             phase, message = "done", self._go(job, given)
@@ -1937,6 +1946,7 @@ def make_page(source: bytes) -> Response:
     """
 
     def hash_of(tag: bytes) -> str:
+        """Find the one element, and write the hash of its content."""
         (code,) = re.findall(rb"<%b\b[^>]*>(.*?)</%b>" % (tag, tag), source, re.DOTALL)
         return f"'sha256-{base64.b64encode(sha256(code)).decode()}'"
 

@@ -1,0 +1,195 @@
+"""The form of waker.py, which its docstring promises to who reads it; and one word for
+all: what README, tests/openapi.yaml, the units and the program say of each other."""
+
+import ast
+import builtins
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import PROGRAM, run_waker
+
+import waker
+
+CHECKOUT = Path(PROGRAM).parent
+SOURCE = Path(PROGRAM).read_text()
+TREE = ast.parse(SOURCE)
+README = CHECKOUT.joinpath("README.md").read_text()
+
+Function = ast.FunctionDef
+Definition = ast.FunctionDef | ast.ClassDef
+CONSTANT = ast.Constant | ast.Name | ast.Attribute | ast.Tuple
+FUNCTIONS = [node for node in ast.walk(TREE) if isinstance(node, Function)]
+CLASSES = [node for node in TREE.body if isinstance(node, ast.ClassDef)]
+
+
+def made(node: ast.AST) -> list[str]:
+    """Tell which names a statement makes, or an argument, or a handler."""
+    if isinstance(node, Definition):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [name.asname or name.name.split(".")[0] for name in node.names]
+    if isinstance(node, ast.arg):
+        return [node.arg]
+    if isinstance(node, ast.ExceptHandler) and node.name:
+        return [node.name]
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return [node.id]
+    return []
+
+
+def constants() -> list[str]:
+    """Tell the names that are neither functions nor classes, at the top level."""
+    return [
+        name
+        for statement in TREE.body
+        if isinstance(statement, ast.AnnAssign | ast.Assign)
+        for node in ast.walk(statement)
+        for name in made(node)
+    ]
+
+
+def section(title: str) -> str:
+    """Take the text of a section."""
+    return SOURCE.split(f"# ---- {title} -")[1].split("\n# ---- ")[0]
+
+
+def users(pattern: str) -> set[str]:
+    """Name the functions and classes at the top level whose code has the pattern."""
+    return {
+        node.name
+        for node in TREE.body
+        if isinstance(node, Definition) and re.search(pattern, ast.unparse(node))
+    }
+
+
+def test_it_imports_the_standard_library_and_paramiko_and_nothing_else() -> None:
+    modules = {
+        ast.unparse(node).split()[1].split(".")[0]
+        for node in ast.walk(TREE)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    assert modules - sys.stdlib_module_names == {"paramiko"}
+
+
+def test_a_name_is_made_before_it_is_read() -> None:
+    known = {*dir(builtins), "__name__", "__file__", "paramiko"}  # its types alone
+    for statement in TREE.body:
+        inside = list(ast.walk(statement))
+        own = {name for node in inside for name in made(node)}
+        read = {node.id for node in inside if isinstance(node, ast.Name)}
+        assert read <= known | own, statement.lineno
+        known |= set(made(statement)) | set(constants()) & own
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=[kind.name for kind in CLASSES])
+def test_a_method_is_made_before_another_one_calls_it(kind: ast.ClassDef) -> None:
+    methods = [node for node in kind.body if isinstance(node, Function)]
+    for place, method in enumerate(methods):
+        later = {f"self.{other.name}" for other in methods[place + 1 :]}
+        used = {
+            ast.unparse(node)
+            for node in ast.walk(method)
+            if isinstance(node, ast.Attribute)
+        }
+        assert not used & later, method.name
+
+
+def test_nothing_at_module_level_can_change() -> None:
+    assert not [node for node in ast.walk(TREE) if isinstance(node, ast.Global)]
+    assert len(constants()) > 50
+    for name in constants():
+        hash(getattr(waker, name))  # what can change has none
+    for kind in CLASSES:
+        for statement in kind.body:  # nor a value that all of a kind share
+            assert not isinstance(statement, ast.Assign), kind.name
+            if isinstance(statement, ast.AnnAssign) and statement.value:
+                assert isinstance(statement.value, CONSTANT), kind.name
+
+
+def test_functions_are_short_typed_and_documented() -> None:
+    for function in FUNCTIONS:
+        assert function.end_lineno
+        assert function.end_lineno - function.lineno < 40, function.name
+        assert function.returns, function.name
+        special = re.fullmatch("__[a-z]+__", function.name)
+        assert special or ast.get_docstring(function), function.name
+    lengths = sorted(node.end_lineno - node.lineno + 1 for node in FUNCTIONS)  # type: ignore[operator] # as above
+    assert lengths[len(lengths) // 2] <= 10
+    for kind in CLASSES:
+        assert ast.get_docstring(kind), kind.name
+
+
+def test_each_section_begins_with_its_law() -> None:
+    banners = re.findall(r"(?m)^# ---- .*\n(.*)", SOURCE)
+    assert len(banners) > 10
+    assert all(line.startswith("# ") for line in banners), banners
+    assert all(len(line) == 88 for line in SOURCE.splitlines() if "# ----" in line)
+
+
+def test_there_is_no_magic() -> None:
+    names = {kind.name for kind in CLASSES}
+    for kind in CLASSES:
+        bases = {ast.unparse(base) for base in kind.bases}
+        assert bases <= {"NamedTuple", "Exception"}, kind.name
+        assert not bases & names
+        assert not kind.keywords
+        assert not kind.decorator_list
+    for function in FUNCTIONS:
+        decorators = {ast.unparse(node) for node in function.decorator_list}
+        assert decorators <= {"classmethod"}, function.name
+        assert not function.args.kwarg, function.name
+    known = {node.id for node in ast.walk(TREE) if isinstance(node, ast.Name)}
+    assert not known & {"Any", "setattr", "eval", "exec", "globals", "__import__"}
+
+
+def test_only_these_touch_the_network() -> None:
+    opened = r"socket\.(socket|create_\w+|getaddrinfo)\(|\.connect\(\(|sendto\("
+    assert users(opened) == {
+        *("resolve", "ask_interface", "find_way", "send_magic_packet"),  # Waking
+        "open_tcp",  # Watching, and Unlocking
+        "Supervisor",
+        "listen",
+    }
+
+
+def test_only_the_commands_touch_arguments_files_signals_and_the_environment() -> None:
+    commands = section("Commands")
+    for pattern in (r"sys\.argv", r"os\.environ", r"signal\.\w+\(", r"sys\.std"):
+        found = {name for name in users(pattern) if f"def {name}(" not in commands}
+        assert not found, pattern
+    files = {"file_fault", "read_env_file", "read_page"}
+    assert users(r"\bpath\.open\(|\b(read|write)_(text|bytes)\(") == files
+
+
+def test_the_program_its_descriptions_and_its_units_agree() -> None:
+    routes = {(route.method, route.path): route.open_to_all for route in waker.ROUTES}
+    api = yaml.safe_load(CHECKOUT.joinpath("tests/openapi.yaml").read_text())
+    described = {
+        (method.upper(), path): "security" not in operation
+        for path, operations in api["paths"].items()
+        for method, operation in operations.items()
+        if method != "head"
+    }
+    assert described == routes
+    rows = README.split("| request | answer |")[1].split("\n\n")[0].splitlines()
+    table = [re.findall(r"`([A-Z]+) (/\S*?)`", row) for row in rows[2:]]
+    assert {pair for row in table for pair in row} == set(routes)
+    assert {*table[0], *table[-1]} == {pair for pair in routes if routes[pair]}
+    unit = CHECKOUT.joinpath("waker.service").read_text()
+    procd = CHECKOUT.joinpath("waker.init").read_text()
+    values = dict(re.findall(r"(?m)^(\w+)=(.*)$", unit))
+    assert values["RestartPreventExitStatus"] == str(waker.EX_CONFIG)
+    assert int(values["TimeoutStopSec"]) > waker.UNLOCK_SECONDS
+    assert f"term_timeout {values['TimeoutStopSec']} " in procd
+    assert f"in {waker.UNLOCK_SECONDS} s at most" in procd
+    handed_over = re.findall("LoadCredential=(.*?):/etc/waker/(.*)", unit)
+    names = ", ".join(f"`{name}`" for name, _ in handed_over[:-1])
+    assert f"The unit hands {names} and `{handed_over[-1][1]}` of" in README
+    assert all(name == file for name, file in handed_over)
+    commands = re.findall(r"\[(serve.*)\]", waker.__doc__ or "")[0].split(" | ")
+    assert f"[{{{','.join(commands)}}}]" in run_waker("--help").stdout
+    for name in commands[1:]:
+        assert f" {name}`" in README or f" {name}\n" in README, name
