@@ -22,7 +22,8 @@ The laws of this file:
 4. Authorisation is a column of the route table, closed by default.
 5. Few named functions touch the network; only the commands at the end touch argv,
    files, signals and the environment.
-6. Nothing at module level changes. Time is a value handed in wherever it is judged.
+6. Nothing at module level changes. What judges time is given it; only what waits
+   reads the clock.
 """
 # /// script
 # requires-python = ">=3.11"
@@ -1078,40 +1079,10 @@ class Watcher:
         return self._last[1]
 
 
-# ---- Unlocking, in a process of its own ----------------------------------------------
+# ---- Unlocking: how it may end -------------------------------------------------------
 # `waker.py unlock`: one passphrase, one machine, then the process ends, and with it all
-# memory and threads that knew the passphrase. Only it, and `check`, import paramiko.
-# Nothing that the machine writes is told but a disk's name: it might repeat it.
-
-CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
-LOST_SECONDS: Final = 10  # without a sign of life from the machine's kernel: it is gone
-HANDSHAKE_SECONDS: Final = 10  # key exchange, and login: slow boxes take one or two
-ASK_SECONDS: Final = 60  # for the first disk to ask; an emulated machine took 30
-END_SECONDS: Final = 3  # for a command to end that told its verdict: it does at once
-NEXT_SECONDS: Final = 15  # for another disk to ask, after one was unlocked
-MARGIN_SECONDS: Final = 5  # for the outcome to be told before we are killed
-CONFIRM_SECONDS: Final = 45  # for a machine that was lost to be seen up: a usual boot
-PAUSE_SECONDS: Final = 2  # between two looks at it
-OUTPUT_KEPT: Final = 65536  # characters; no initrd writes so many
-PEER_ERRORS: Final = Exception  # of any kind: paramiko raises what its thread died of
-
-
-PARAMIKO: Final = (2, 12)  # the oldest that is tested; Debian 12 and OpenWrt have it
-PARAMIKO_REMEDY: Final = (
-    "Debian has it in python3-paramiko, OpenWrt in python3-paramiko and python3-six"
-)
-
-
-def paramiko_fault() -> str:
-    """Tell what is wrong with paramiko, and what helps; empty if nothing is."""
-    try:
-        import paramiko
-    except (ImportError, AttributeError) as error:  # a new cryptography lacks something
-        return f"paramiko is missing or incomplete ({error}); {PARAMIKO_REMEDY}"
-    major, minor = map(int, paramiko.__version__.split(".")[:2])
-    if (major, minor) < PARAMIKO:
-        return f"paramiko {paramiko.__version__} is too old; it takes 2.12 or later"
-    return ""
+# memory and threads that knew the passphrase. Nothing that the machine writes is told
+# but a disk's name: it might repeat the passphrase.
 
 
 def tell_sent(*, sent: bool) -> str:
@@ -1160,6 +1131,33 @@ class Progress:
         """Tell one of: connected, verified, asked, sent."""
         self.sent = self.sent or name == "sent"
         self._tell(name)
+
+
+# ---- Unlocking: the connection -------------------------------------------------------
+# From a TCP connection to a login; on the way the host key has to be a pinned one. Only
+# this section and `check` import paramiko.
+
+CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
+LOST_SECONDS: Final = 10  # without a sign of life from the machine's kernel: it is gone
+HANDSHAKE_SECONDS: Final = 10  # key exchange, and login: slow boxes take one or two
+PEER_ERRORS: Final = Exception  # of any kind: paramiko raises what its thread died of
+
+PARAMIKO: Final = (2, 12)  # the oldest that is tested; Debian 12 and OpenWrt have it
+PARAMIKO_REMEDY: Final = (
+    "Debian has it in python3-paramiko, OpenWrt in python3-paramiko and python3-six"
+)
+
+
+def paramiko_fault() -> str:
+    """Tell what is wrong with paramiko, and what helps; empty if nothing is."""
+    try:
+        import paramiko
+    except (ImportError, AttributeError) as error:  # a new cryptography lacks something
+        return f"paramiko is missing or incomplete ({error}); {PARAMIKO_REMEDY}"
+    major, minor = map(int, paramiko.__version__.split(".")[:2])
+    if (major, minor) < PARAMIKO:
+        return f"paramiko {paramiko.__version__} is too old; it takes 2.12 or later"
+    return ""
 
 
 def notice_loss(tcp: socket.socket) -> None:
@@ -1318,6 +1316,19 @@ def connect(machine: Machine, progress: Progress) -> "paramiko.Transport":
         hang_up(transport)
         raise
     return transport
+
+
+# ---- Unlocking: the conversation -----------------------------------------------------
+# The command is run, and heard as a sequence of events. A disk is answered once, after
+# it has asked. Where no verdict comes, the machine is looked at until there is one.
+
+ASK_SECONDS: Final = 60  # for the first disk to ask; an emulated machine took 30
+END_SECONDS: Final = 3  # for a command to end that told its verdict: it does at once
+NEXT_SECONDS: Final = 15  # for another disk to ask, after one was unlocked
+CONFIRM_SECONDS: Final = 45  # for a machine that was lost to be seen up: a usual boot
+PAUSE_SECONDS: Final = 2  # between two looks at it
+MARGIN_SECONDS: Final = 5  # for the outcome to be told before we are killed
+OUTPUT_KEPT: Final = 65536  # characters; no initrd writes so many
 
 
 class Run:
@@ -2273,10 +2284,9 @@ def serialize(response: Response, *, head_only: bool = False) -> bytes:
     return head.encode() + (b"" if head_only else response.body)
 
 
-def respond(app: App, data: bytes, peer: str) -> bytes:
+def respond(app: App, data: bytes, peer: str, now: float) -> bytes:
     """Answer a request that has come whole, or tell what is wrong with it."""
     what, client = "a request", peer
-    now = time.monotonic()  # not when it began: nobody can make it older
     try:
         request = parse_request(data, peer, app.config.proxies, now)
         what, client = f"{request.method} {request.path}", request.client
@@ -2394,7 +2404,8 @@ def work(
     """
     while connection := whole.get():
         data = connection.buffer[: connection.size]
-        connection.buffer = respond(app, data, connection.peer)
+        now = time.monotonic()  # not when it began: nobody can make it older
+        connection.buffer = respond(app, data, connection.peer, now)
         answered.put(connection)
         del connection, data
         with contextlib.suppress(OSError):  # it was rung enough, or nobody hears it
