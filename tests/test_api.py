@@ -1,6 +1,8 @@
 """The interface specification, row by row, over real connections."""
 
 import base64
+import datetime as dt
+import email.utils
 import hashlib
 import json
 import re
@@ -332,7 +334,9 @@ def test_every_answer_has_the_fields_that_keep_it_private(owner: Client) -> None
         assert fields["X-Content-Type-Options"] == "nosniff"
         assert fields["Connection"] == "close"
         assert fields["Server"] == "waker"
-        assert "Date" in fields
+        told = email.utils.parsedate_to_datetime(fields["Date"])
+        assert abs(dt.datetime.now(dt.UTC) - told) < dt.timedelta(seconds=60)
+        assert email.utils.format_datetime(told, usegmt=True) == fields["Date"]
         assert "Access-Control-Allow-Origin" not in fields
 
 
