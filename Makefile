@@ -89,6 +89,9 @@ test-paramiko: $(VENV)/done ## what needs paramiko alone, with PARAMIKO=2.12.0 f
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_unlock.py tests/test_check.py \
 		tests/test_openwrt.py
 
+bench: .venv-bench/done ## waker beside its peers, 10 minutes; wants root; JSON=FILE
+	.venv-bench/bin/python tests/bench.py $(if $(JSON),--json "$(JSON)")
+
 screenshots: $(VENV)/done ## the page in every state, to tests/screenshots/
 	$(BIN)/python tests/screenshots.py
 
@@ -108,5 +111,10 @@ $(VENV)/done: tests/requirements.txt
 	$(if $(PARAMIKO),$(BIN)/pip install --quiet paramiko==$(PARAMIKO))
 	touch $@
 
+.venv-bench/done: tests/bench_requirements.txt
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
 .PHONY: always help demo run dist install install-program install-systemd install-procd \
-	uninstall test fuzz siege screenshots test-vm test-paramiko lint clean
+	uninstall test fuzz siege bench screenshots test-vm test-paramiko lint clean

@@ -1,0 +1,756 @@
+"""waker beside its peers, every figure taken in the same run: `make bench`.
+
+The peers (peers.py) have the same page, the same login and the same check of a token,
+and run under the same Python. All take their turn in each round; a figure is the median
+of the rounds, then the least and the most, then its ratio to the row that is named.
+What the figures tell:
+
+- start: from the spawn to the whole page; the page is asked for as soon as one connects
+- memory: of the process, in MB of a million bytes; PSS counts what it shares in part
+- idle: CPU, and how often any thread of it was switched to, in 30 s without a request
+- requests: ApacheBench's requests per second, each over a connection of its own, and
+  its p50 and p99; waker refuses a PIN with 401 ten times a minute, and then with 429
+- slow: the same while 200 connections from 200 addresses send a header field a second;
+  0 where no request was answered in time
+- off: the first status that a daemon tells of a machine that is not there
+- unlock: from the start of the process to its end, with the same dropbear
+- packet: Debian's wakeonlan, a process, and a request to a daemon that runs already
+- growth: one daemon with more and more of something; the status is a Python client's
+
+`waker, one file` compiles waker.py at each start; `waker, compiled` has its bytecode.
+
+    python3 tests/bench.py [--rounds N] [--json FILE] [PART ...]
+"""
+
+import argparse
+import contextlib
+import csv
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cryptroot_unlock
+import siege
+from conftest import PASSPHRASE, PIN, PROGRAM, Client, daemon, environment
+from cryptroot_unlock import Disks
+from homelab import Blackhole, bind, bind_udp
+from namespaces import hosts, wire
+from ssh_servers import Initrd, dropbear, free_port, paramiko_server
+
+# What follows `python` in a folder that has the programs, and their bytecode beside.
+FLOOR = "http.server"
+PEERS = {
+    FLOOR: ("-m", "peers", "http.server"),
+    "aiohttp": ("-m", "peers", "aiohttp"),
+    "Flask, waitress": ("-m", "peers", "flask"),
+    "FastAPI, uvicorn": ("-m", "peers", "fastapi"),
+}
+WAKERS = {"waker, one file": ("waker.py",), "waker, compiled": ("-m", "waker")}
+COMMANDS = PEERS | WAKERS
+WAKER = "waker, compiled"  # the one that takes part where bytecode makes no difference
+SERVERS = (*PEERS, WAKER)
+
+PROGRAMS = {  # what is run, and Debian's package
+    "ab": "apache2-utils",
+    "dropbear": "dropbear-bin",
+    "dropbearkey": "dropbear-bin",
+    "ip": "iproute2",
+    "ssh": "openssh-client",
+    "unshare": "util-linux",
+    "wakeonlan": "wakeonlan",
+}
+LOCAL = "127.0.0.1"
+MAC = "52:54:00:12:34:56"
+SETTINGS = {
+    "WAKER_HOMELAB_HOST": LOCAL,
+    "WAKER_HOMELAB_MAC": MAC,
+    "WAKER_HOMELAB_BROADCAST": LOCAL,
+}
+IDLE_SECONDS = 30
+SLOW = 200  # connections
+GIVE_UP = 3  # seconds without any answer
+SIZES = (10, 100, 1000, 10000)
+
+
+# ---- Tables --------------------------------------------------------------------------
+
+
+@dataclass
+class Table:
+    """Figures of all rounds, by row and column."""
+
+    title: str
+    base: str = ""  # the row to which the others are compared
+    rows: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+    def add(self, row: str, **figures: float) -> None:
+        """Note what was measured in a round; `_` stands for a blank in a column."""
+        for column, figure in figures.items():
+            kept = self.rows.setdefault(row, {})
+            kept.setdefault(column.replace("_", " "), []).append(figure)
+
+    def median(self, row: str, column: str, missing: float = 0.0) -> float:
+        """Take the middle one of a row's figures."""
+        figures = self.rows.get(row, {}).get(column)
+        return statistics.median(figures) if figures else missing
+
+    def cell(self, row: str, column: str) -> str:
+        """Write the median, the spread and the ratio."""
+        figures = self.rows[row].get(column)
+        if not figures:
+            return "none"
+        text = amount(statistics.median(figures))
+        if len(figures) > 1:
+            text += f" ({amount(min(figures))}..{amount(max(figures))})"
+        base = self.median(self.base, column)
+        return text + (f" x{self.median(row, column) / base:.2f}" if base else "")
+
+    def show(self) -> None:
+        """Print it, with its columns in line."""
+        columns = list(dict.fromkeys(c for row in self.rows.values() for c in row))
+        ratio = f" (ratios: to {self.base})" if self.base else ""
+        lines = [["", *columns]]
+        lines += [[row, *(self.cell(row, c) for c in columns)] for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        print(f"\n{self.title}{ratio}")
+        for line in lines:
+            cells = (
+                f"{text:{width}}" for text, width in zip(line, widths, strict=True)
+            )
+            print("  " + "  ".join(cells).rstrip())
+        sys.stdout.flush()
+
+
+def amount(figure: float) -> str:
+    """Write a figure with as many digits as tell something."""
+    if figure == int(figure) or abs(figure) >= 1000:
+        return f"{figure:,.0f}"
+    return f"{figure:.{1 if abs(figure) >= 10 else 2}f}"
+
+
+# ---- Servers -------------------------------------------------------------------------
+
+
+@dataclass
+class Bench:
+    """Where the programs lie, and how often each figure is taken."""
+
+    folder: Path
+    rounds: int
+
+
+@dataclass
+class Server:
+    """One that runs, and its client."""
+
+    pid: int
+    client: Client
+
+    def memory(self, when: str) -> dict[str, float]:
+        """Read what it has of memory, in MB."""
+        text = Path(f"/proc/{self.pid}/smaps_rollup").read_text()
+        found = dict(re.findall(r"(?m)^(Rss|Pss): +(\d+) kB", text))
+        return {f"{when}{n.upper()}": int(kb) * 1024 / 1e6 for n, kb in found.items()}
+
+    def effort(self) -> tuple[float, int]:
+        """Read its CPU time, in ms, and how often its threads were switched to."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks = int(fields[11]) + int(fields[12])
+        switches = 0
+        for path in Path(f"/proc/{self.pid}/task").glob("*/status"):
+            switches += sum(
+                map(int, re.findall(r"_switches:\t(\d+)", path.read_text()))
+            )
+        return ticks * 1000 / os.sysconf("SC_CLK_TCK"), switches
+
+
+def wait_until_open(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until a server takes connections; look every millisecond."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(ConnectionRefusedError):
+            socket.create_connection((LOCAL, port)).close()
+            return
+        time.sleep(0.001)
+    raise RuntimeError(f"{process.args!r} does not listen")
+
+
+@contextlib.contextmanager
+def serving(
+    bench: Bench, name: str, settings: Mapping[str, str] = SETTINGS
+) -> Iterator[Server]:
+    """Run a server from its spawn to its end."""
+    port = free_port()
+    own = {"WAKER_PIN": PIN, "WAKER_LISTEN": f"{LOCAL}:{port}"}
+    with (bench.folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, *COMMANDS[name]],
+            cwd=bench.folder,
+            env=environment({**settings, **own}),
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        wait_until_open(port, process)
+        yield Server(process.pid, Client(port))
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def take_all(listener: socket.socket) -> None:
+    """Accept connections, and hang up."""
+    with contextlib.suppress(OSError):  # closed
+        while True:
+            listener.accept()[0].close()
+
+
+@contextlib.contextmanager
+def machine_up() -> Iterator[dict[str, str]]:
+    """Have a machine whose system is up; yields the settings for it."""
+    with bind(LOCAL, 0) as listener:
+        listener.listen(128)
+        threading.Thread(target=take_all, args=(listener,), daemon=True).start()
+        yield SETTINGS | {
+            "WAKER_INITRD_SSH_PORT": str(free_port()),
+            "WAKER_SYSTEM_SSH_PORT": str(listener.getsockname()[1]),
+        }
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+# ---- Load ----------------------------------------------------------------------------
+
+
+def load(
+    bench: Bench, server: Server, what: str, count: int, at_once: int
+) -> dict[str, float]:
+    """Make requests with ab: status, page or refused PIN; all must get their answer."""
+    wrong, percents = bench.folder / "wrong.json", bench.folder / "percents.csv"
+    wrong.write_text('{"pin": "wrong-13579"}')
+    percents.unlink(missing_ok=True)
+    path, options = {
+        "status": (
+            "/api/status",
+            ["-H", f"Authorization: Bearer {server.client.token}"],
+        ),
+        "page": ("/", []),
+        "refused PIN": ("/api/auth", ["-p", str(wrong), "-T", "application/json"]),
+    }[what]
+    options += ["-q", "-l", "-s", str(GIVE_UP), "-n", str(count), "-c", str(at_once)]
+    told = subprocess.run(
+        [
+            "ab",
+            *options,
+            "-e",
+            str(percents),
+            f"http://{LOCAL}:{server.client.port}{path}",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
+    speed = re.search(r"Requests per second: +([\d.]+)", told)
+    if not speed:
+        return {"requests/s": 0.0}
+    refused = re.search(r"Non-2xx responses: +(\d+)", told)
+    if int(refused[1] if refused else 0) != (count if what == "refused PIN" else 0):
+        raise RuntimeError(f"not the answers that were expected:\n{told}")
+    at = dict(row[:2] for row in csv.reader(percents.read_text().splitlines()))
+    return {
+        "requests/s": float(speed[1]),
+        "p50 ms": float(at["50"]),
+        "p99 ms": float(at["99"]),
+    }
+
+
+LOADS = (("status", 1), ("status", 8), ("page", 8), ("refused PIN", 8))
+
+
+def all_loads(
+    bench: Bench, tables: Mapping[tuple[str, int], Table], name: str, server: Server
+) -> None:
+    """Make a round of requests to one server."""
+    for (what, at_once), table in tables.items():
+        count = 500 if "slow" in table.title else 1000 * min(at_once, 2)
+        table.add(name, **load(bench, server, what, count, at_once))
+
+
+# ---- Parts ---------------------------------------------------------------------------
+
+
+def start(bench: Bench) -> Iterator[Table]:
+    """Measure how long a server takes to its first answer."""
+    table = Table("start", FLOOR)
+    for number in range(max(bench.rounds, 7) + 1):
+        for name in COMMANDS:
+            began = time.perf_counter()
+            with serving(bench, name) as server:
+                assert server.client.call("GET", "/").status == 200
+                took = (time.perf_counter() - began) * 1000
+                if number:  # the first one is to have all files in memory
+                    table.add(name, **{"ms to the first answer": took})
+    yield table
+
+
+def memory(bench: Bench) -> Iterator[Table]:
+    """Measure memory before and after what is asked of a server."""
+    table = Table("memory", FLOOR)
+    disks = Disks({"cryptroot": PASSPHRASE})
+    with paramiko_server(bench.folder, disks) as initrd:
+        settings = SETTINGS | initrd.machine().settings()
+        for name in list(COMMANDS) * bench.rounds:
+            disks.save(initrd.state)
+            with serving(bench, name, settings) as server:
+                time.sleep(0.5)
+                table.add(name, **server.memory("idle_MB_"))
+                server.client.log_in()
+                for what in ("status", "page"):
+                    load(bench, server, what, 500, 8)
+                table.add(name, **server.memory("1,000_requests_"))
+                if name in WAKERS:
+                    body = {"passphrase": PASSPHRASE}
+                    answer = server.client.call("POST", "/api/unlock", body)
+                    assert answer.status == 200, answer.body
+                    table.add(name, **server.memory("unlock_"))
+    yield table
+
+
+def idle(bench: Bench) -> Iterator[Table]:
+    """Measure what servers do while nobody asks for anything; all at the same time."""
+    table = Table(f"idle for {IDLE_SECONDS} s")
+    with contextlib.ExitStack() as stack:
+        servers = {n: stack.enter_context(serving(bench, n)) for n in COMMANDS}
+        for server in servers.values():
+            assert server.client.call("GET", "/").status == 200
+        time.sleep(2)
+        before = {name: server.effort() for name, server in servers.items()}
+        time.sleep(IDLE_SECONDS)
+        for name, server in servers.items():
+            cpu, switches = server.effort()
+            done = {
+                "CPU ms": cpu - before[name][0],
+                "wake-ups": switches - before[name][1],
+            }
+            table.add(name, **done)
+    yield table
+
+
+def requests(bench: Bench) -> Iterator[Table]:
+    """Measure how fast requests are answered."""
+    tables = {
+        (what, at_once): Table(f"requests: {what}, {at_once} at a time", FLOOR)
+        for what, at_once in LOADS
+    }
+    with contextlib.ExitStack() as stack:
+        settings = stack.enter_context(machine_up())
+        servers = {n: stack.enter_context(serving(bench, n, settings)) for n in SERVERS}
+        for server in servers.values():
+            server.client.log_in()
+        for _ in range(bench.rounds):
+            for name, server in servers.items():
+                all_loads(bench, tables, name, server)
+    yield from tables.values()
+
+
+def slow(bench: Bench) -> Iterator[Table]:
+    """Measure the same while others are slow."""
+    tables = {
+        (what, at_once): Table(f"slow: {what}, {at_once} at a time", FLOOR)
+        for what, at_once in LOADS[1:]
+    }
+    with machine_up() as settings:
+        for name in SERVERS * bench.rounds:
+            with serving(bench, name, settings) as server:
+                server.client.log_in()
+                command = [sys.executable, siege.__file__, "--attack", "slow heads"]
+                command += [str(SLOW), "many", str(server.client.port)]
+                with subprocess.Popen(command) as others:
+                    try:
+                        time.sleep(2.5)
+                        all_loads(bench, tables, name, server)
+                    finally:
+                        others.kill()
+    yield from tables.values()
+
+
+def absences() -> Iterator[tuple[str, dict[str, str], str]]:
+    """Make machines that are off: how, the settings, and the DNS server to ask."""
+    nobody, silent = "192.168.77.99", {"WAKER_HOMELAB_HOST": "machine.invalid"}
+    yield "ports refuse", {}, ""
+    with contextlib.closing(Blackhole(LOCAL)) as one:
+        with contextlib.closing(Blackhole(LOCAL)) as other:
+            ports = {"INITRD": str(one.port), "SYSTEM": str(other.port)}
+            yield "blackholed", {f"WAKER_{n}_SSH_PORT": p for n, p in ports.items()}, ""
+    yield "no such host in the LAN", {"WAKER_HOMELAB_HOST": nobody}, nobody
+    yield "name unknown, DNS refuses", silent, "192.168.77.20"
+    yield "name unknown, DNS is silent", silent, nobody
+
+
+def first_status(client: Client) -> tuple[float, str]:
+    """Measure how long a status takes, in seconds; returns its state, too."""
+    client.log_in()
+    began = time.perf_counter()
+    answer = client.call("GET", "/api/status")
+    return time.perf_counter() - began, str(answer.json["state"])
+
+
+def off(bench: Bench) -> Iterator[Table]:
+    """Measure how long a status takes where the machine is off."""
+    table = Table("off")
+    with hosts(2) as (box, machine):
+        wire(box, "lan", "192.168.77.1/24", machine, "192.168.77.20/24")
+        for how, settings, dns in absences():
+            closed = {
+                "WAKER_INITRD_SSH_PORT": str(free_port()),
+                "WAKER_SYSTEM_SSH_PORT": str(free_port()),
+            }
+            for _ in range(bench.rounds):
+                with contextlib.ExitStack() as stack:
+                    if dns:
+                        stack.enter_context(box.resolver(dns))
+                    command = box.command() if dns else []
+                    given = SETTINGS | closed | settings
+                    client = stack.enter_context(daemon(given, *command)).client
+                    ask = functools.partial(first_status, client)
+                    seconds, _ = box.run(ask) if dns else ask()
+                    table.add(how, **{"s to the first status": seconds})
+    yield table
+
+
+# ---- The unlock ----------------------------------------------------------------------
+
+
+def milliseconds(command: Sequence[str], folder: Path, given: bytes = b"") -> float:
+    """Measure how long a program runs."""
+    began = time.perf_counter()
+    subprocess.run(command, cwd=folder, input=given, check=True, capture_output=True)
+    return (time.perf_counter() - began) * 1000
+
+
+def ssh_command(initrd: Initrd, folder: Path) -> list[str]:
+    """Write how OpenSSH unlocks, with the host key pinned."""
+    known = folder / "known_hosts"
+    known.write_text(f"[{LOCAL}]:{initrd.port} {initrd.host_key}\n")
+    options = [f"UserKnownHostsFile={known}", "StrictHostKeyChecking=yes"]
+    options += ["BatchMode=yes", "IdentitiesOnly=yes", "GlobalKnownHostsFile=none"]
+    command = ["ssh", "-F", "none", "-i", str(initrd.ssh_key), "-p", str(initrd.port)]
+    command += [word for option in options for word in ("-o", option)]
+    return [*command, f"root@{LOCAL}", "cryptroot-unlock"]
+
+
+def steps(command: Sequence[str], bench: Bench, initrd: Initrd) -> dict[str, float]:
+    """Let waker unlock; returns when each step began and when all was over, in ms."""
+    began, times = time.perf_counter(), {}
+    with subprocess.Popen(
+        command,
+        cwd=bench.folder,
+        env=environment(initrd.machine().settings()),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        process.stdin.write(PASSPHRASE.encode())
+        process.stdin.close()
+        for line in process.stdout:
+            told = json.loads(line)
+            name = str(told.get("step") or told["outcome"])
+            times[name] = (time.perf_counter() - began) * 1000
+    assert "unlocked" in times, times
+    return times | {"end": (time.perf_counter() - began) * 1000}
+
+
+def parts_of_a_start(bench: Bench, parts: Table) -> None:
+    """Measure what an unlock does before it connects, in programs of their own."""
+    python, both = sys.executable, {}
+    for code in ("pass", "import waker", "import waker, paramiko"):
+        both[code] = milliseconds([python, "-c", code], bench.folder)
+    anew = milliseconds([python, "waker.py", "--version"], bench.folder)
+    ready = milliseconds([python, "-m", "waker", "--version"], bench.folder)
+    told = {
+        "alone: start of the interpreter": both["pass"],
+        "alone: import of waker, compiled": both["import waker"] - both["pass"],
+        "alone: to compile waker.py": anew - ready,
+        "alone: import of paramiko": both["import waker, paramiko"]
+        - both["import waker"],
+    }
+    for row, took in told.items():
+        parts.add(row, ms=took)
+
+
+def unlock(bench: Bench) -> Iterator[Table]:
+    """Measure the unlock, and OpenSSH doing the same."""
+    table, parts = Table("unlock", "ssh"), Table(f"unlock, its parts: {WAKER}")
+    disks, given = Disks({"cryptroot": PASSPHRASE}), PASSPHRASE.encode()
+    names = ("connected", "verified", "asked", "sent", "unlocked", "end")
+    with dropbear(bench.folder, disks) as initrd:
+        ssh = ssh_command(initrd, bench.folder)
+        for _ in range(max(bench.rounds, 7)):
+            disks.save(initrd.state)
+            table.add("ssh", ms=milliseconds(ssh, bench.folder, given))
+            assert not Disks.load(initrd.state).locked
+            for row, command in WAKERS.items():
+                disks.save(initrd.state)
+                times = steps([sys.executable, *command, "unlock"], bench, initrd)
+                table.add(row, ms=times["end"])
+            last = 0.0
+            for name in names:
+                parts.add(f"until {name}", ms=times[name] - last)
+                last = times[name]
+            parts_of_a_start(bench, parts)
+            disks.save(initrd.state)
+            emulation = [sys.executable, cryptroot_unlock.__file__, str(initrd.state)]
+            for row in ("opens", "finds nothing to open"):
+                took = milliseconds(emulation, bench.folder, given)
+                parts.add(f"alone: cryptroot-unlock {row}", ms=took)
+    yield table
+    yield parts
+
+
+def packet(bench: Bench) -> Iterator[Table]:
+    """Measure the magic packet, and see that both send the same one."""
+    table = Table("packet", "wakeonlan")
+    wanted = b"\xff" * 6 + bytes.fromhex(MAC.replace(":", "")) * 16
+    with bind_udp(LOCAL, 9) as udp, serving(bench, WAKER) as server:
+        udp.settimeout(5)
+        server.client.log_in()
+        for _ in range(max(bench.rounds, 7) * 3):
+            command = ["wakeonlan", "-i", LOCAL, "-p", "9", MAC]
+            table.add("wakeonlan", ms=milliseconds(command, bench.folder))
+            began = time.perf_counter()
+            assert server.client.call("POST", "/api/wol").status == 200
+            took = (time.perf_counter() - began) * 1000
+            table.add(f"{WAKER}, three packets", ms=took)
+            assert [udp.recv(2048) for _ in range(4)] == [wanted] * 4
+    yield table
+
+
+# ---- Growth --------------------------------------------------------------------------
+
+
+def as_client(number: int) -> dict[str, str]:
+    """Write the header field that makes us a client of another address."""
+    return {"X-Forwarded-For": f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"}
+
+
+def log_in_as(client: Client, number: int) -> None:
+    """Log in; ten times each, from one address after the other."""
+    answer = client.call("POST", "/api/auth", {"pin": PIN}, as_client(number // 10))
+    assert answer.status == 200, answer.body
+    client.token = answer.json["token"]
+
+
+def attempt_as(client: Client, number: int) -> None:
+    """Make an attempt that counts, from an address that nobody else has."""
+    answer = client.call("POST", "/api/auth", {}, as_client(1 + number))
+    assert answer.status in (400, 429), answer.body
+
+
+def growth(bench: Bench) -> Iterator[Table]:
+    """Measure memory and latency with more and more of what a daemon keeps."""
+    table = Table("growth")
+    held: list[socket.socket] = []
+
+    def hold(client: Client, number: int) -> None:
+        held.append(siege.connect(client.port, siege.source(number)))
+        if number % 200 == 0:
+            time.sleep(0.02)  # or the queue of those who want in would be full
+
+    makers: dict[str, Callable[[Client, int], None]] = {
+        "idle connections": hold,
+        "tokens": log_in_as,
+        "limiter entries": attempt_as,
+    }
+    for kind, make in makers.items():
+        settings = SETTINGS | {"WAKER_TRUSTED_PROXY": "127.0.0.0/8"}
+        with machine_up() as ports, serving(bench, WAKER, ports | settings) as server:
+            log_in_as(server.client, 0)
+            done = 1 if make == log_in_as else 0
+            for size in SIZES:
+                while make == hold and held:
+                    held.pop().close()
+                for number in range(0 if make == hold else done, size):
+                    make(server.client, number)
+                done = size
+                time.sleep(0.5)
+                for _ in range(100):
+                    took = siege.ask(server.client, "GET", "/api/status")
+                    assert took is not None
+                    table.add(f"{size:,} {kind}", **{"status ms": took})
+                table.add(f"{size:,} {kind}", **server.memory("MB_"))
+        while held:
+            held.pop().close()
+    yield table
+
+
+PARTS: dict[str, Callable[[Bench], Iterator[Table]]] = {
+    "start": start,
+    "memory": memory,
+    "idle": idle,
+    "requests": requests,
+    "slow": slow,
+    "off": off,
+    "unlock": unlock,
+    "packet": packet,
+    "growth": growth,
+}
+
+
+# ---- Promises ------------------------------------------------------------------------
+
+
+class Promise(NamedTuple):
+    """What is promised, what was found, and whether it holds."""
+
+    promise: str
+    found: str
+    holds: bool
+
+
+def at_most(what: str, found: float, factor: float, of: float, unit: str) -> Promise:
+    """Judge a figure that is to be no more than a multiple of another."""
+    target = f"{what} <= {f'{factor:g} x ' if factor != 1 else ''}{amount(of)} {unit}"
+    return Promise(target, f"{amount(found)} {unit}", found <= factor * of)
+
+
+def judge_memory(table: Table) -> Iterator[Promise]:
+    """Judge the memory of each way to start the daemon."""
+    column = "idle MB RSS"
+    for row in WAKERS:
+        own = table.median(row, column)
+        for peer in PEERS:
+            factor = 1.15 if peer == FLOOR else 0.5
+            other = table.median(peer, column)
+            yield at_most(f"{row}: idle, {peer}", own, factor, other, "MB")
+        for later in ("1,000 requests RSS", "unlock RSS"):
+            pairs = zip(table.rows[row][column], table.rows[row][later], strict=True)
+            change = max((after - before for before, after in pairs), key=abs)
+            what = f"{row}: {later}, change at the worst"
+            yield Promise(f"{what} within 1 MB", f"{change:+.2f} MB", abs(change) <= 1)
+
+
+def judge_requests(table: Table) -> Iterator[Promise]:
+    """Judge the speed: enough of them usually, ahead of all among slow ones."""
+    is_slow = table.title.startswith("slow")
+    own = table.median(WAKER, "requests/s")
+    for peer in PEERS if is_slow else (FLOOR, "Flask, waitress"):
+        other = table.median(peer, "requests/s")
+        holds = own > other if is_slow else own >= other
+        what = f"{table.title}: requests/s {'>' if is_slow else '>='} {peer}'s"
+        yield Promise(f"{what} {amount(other)}", amount(own), holds)
+    if not is_slow:
+        p99, other = (table.median(row, "p99 ms") for row in (WAKER, "aiohttp"))
+        yield at_most(f"{table.title}: p99, aiohttp", p99, 1, other, "ms")
+
+
+def judge(table: Table) -> Iterator[Promise]:
+    """Judge what a table tells."""
+    part = re.split("[:, ]", table.title)[0]
+    if part == "memory":
+        yield from judge_memory(table)
+    elif part in ("requests", "slow"):
+        yield from judge_requests(table)
+    elif part == "off":
+        for row, columns in table.rows.items():
+            worst = max(columns["s to the first status"])
+            yield at_most(f"off: {row}", worst, 1, 1.0, "s")
+    elif part == "idle":
+        for row in WAKERS:
+            yield at_most(
+                f"{row}: wake-ups", table.median(row, "wake-ups"), 0, 0, "times"
+            )
+    elif table.title in ("start", "unlock"):
+        factor = 1.5 if part == "start" else 4
+        for row in WAKERS:
+            ((column, _),) = table.rows[row].items()
+            own, other = table.median(row, column), table.median(table.base, column)
+            yield at_most(f"{row}: {part}, {table.base}", own, factor, other, "ms")
+
+
+# ---- The run -------------------------------------------------------------------------
+
+
+def missing() -> str:
+    """Tell what is not there, and what helps; empty if nothing is."""
+    if os.geteuid():
+        return "root is needed, for namespaces and port 9"
+    path = os.environ["PATH"] + ":/usr/sbin:/sbin"
+    packages = {p for name, p in PROGRAMS.items() if not shutil.which(name, path=path)}
+    return f"apt install {' '.join(sorted(packages))}" if packages else ""
+
+
+def prepare(folder: Path) -> None:
+    """Copy the programs to where they run, and compile them."""
+    here = Path(__file__).parent
+    for path in (PROGRAM, Path(PROGRAM).with_name("ui.html"), here / "peers.py"):
+        shutil.copy(path, folder)
+    compile_all = [sys.executable, "-m", "compileall", "-q", str(folder)]
+    subprocess.run(compile_all, check=True)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    os.environ["PATH"] += ":/usr/sbin:/sbin"
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def about() -> dict[str, Any]:
+    """Tell on what, and when, all this was measured."""
+    lines = Path(__file__).with_name("bench_requirements.txt").read_text().splitlines()
+    names = [line.partition("==")[0] for line in lines if "==" in line]
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "system": platform.platform(),
+        "processors": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in names},
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print the tables and the promises."""
+    parser = argparse.ArgumentParser(description="Measure waker beside its peers.")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    arguments = parser.parse_args(argv)
+    fault = missing()
+    unknown = set(arguments.parts) - set(PARTS)
+    if fault or unknown:
+        sys.exit(f"bench: {fault or 'the parts are: ' + ', '.join(PARTS)}")
+    tables, told = [], about()
+    print(json.dumps(told))
+    with tempfile.TemporaryDirectory(prefix="waker-bench-") as name:
+        prepare(Path(name))
+        for part in arguments.parts or PARTS:
+            for table in PARTS[part](Bench(Path(name), arguments.rounds)):
+                table.show()
+                tables.append(table)
+    promises = [promise for table in tables for promise in judge(table)]
+    print("\npromises")
+    for promise in promises:
+        verdict = "holds" if promise.holds else "does not hold"
+        print(f"  {verdict:15}{promise.promise}: {promise.found}")
+    if arguments.json:
+        told |= {"tables": [vars(table) for table in tables]}
+        told |= {"promises": [promise._asdict() for promise in promises]}
+        arguments.json.write_text(json.dumps(told, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
