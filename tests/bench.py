@@ -2,11 +2,13 @@
 
 The peers (peers.py) have the same page, the same login and the same check of a token,
 and run under the same Python. All take their turn in each round; a figure is the median
-of the rounds, then the least and the most, then its ratio to the row that is named.
+of the rounds, then the least and the most, then its ratio to the row that is named: the
+median of the ratios of each round. The promises are judged by those ratios.
 What the figures tell:
 
 - start: from the spawn to the whole page; the page is asked for as soon as one connects
-- memory: of the process, in MB of a million bytes; PSS counts what it shares in part
+- memory: of the process, in MB of a million bytes; PSS divides what is shared by those
+  who share it just then
 - idle: CPU, and how often any thread of it was switched to, in 30 s without a request
 - requests: ApacheBench's requests per second, each over a connection of its own, and
   its p50 and p99; waker refuses a PIN with 401 ten times a minute, and then with 429
@@ -28,6 +30,7 @@ import csv
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -99,16 +102,19 @@ class Table:
     base: str = ""  # the row to which the others are compared
     rows: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
-    def add(self, row: str, **figures: float) -> None:
-        """Note what was measured in a round; `_` stands for a blank in a column."""
+    def add(self, row: str, figures: Mapping[str, float]) -> None:
+        """Note what was measured in a round."""
+        kept = self.rows.setdefault(row, {})
         for column, figure in figures.items():
-            kept = self.rows.setdefault(row, {})
-            kept.setdefault(column.replace("_", " "), []).append(figure)
+            kept.setdefault(column, []).append(figure)
 
-    def median(self, row: str, column: str, missing: float = 0.0) -> float:
-        """Take the middle one of a row's figures."""
-        figures = self.rows.get(row, {}).get(column)
-        return statistics.median(figures) if figures else missing
+    def ratio(self, row: str, column: str, base: str = "") -> float:
+        """Take the median of the ratios of each round; infinite to what is nothing."""
+        own, other = (
+            self.rows.get(name, {}).get(column, []) for name in (row, base or self.base)
+        )
+        ratios = [a / b if b else math.inf for a, b in zip(own, other, strict=False)]
+        return statistics.median(ratios) if ratios else math.inf
 
     def cell(self, row: str, column: str) -> str:
         """Write the median, the spread and the ratio."""
@@ -118,8 +124,17 @@ class Table:
         text = amount(statistics.median(figures))
         if len(figures) > 1:
             text += f" ({amount(min(figures))}..{amount(max(figures))})"
-        base = self.median(self.base, column)
-        return text + (f" x{self.median(row, column) / base:.2f}" if base else "")
+        if self.base and column in self.rows[self.base]:
+            text += f" x{self.ratio(row, column):.2f}"
+        return text
+
+    def export(self) -> dict[str, Any]:
+        """Tell all rounds, and the medians."""
+        medians = {
+            row: {name: statistics.median(taken) for name, taken in columns.items()}
+            for row, columns in self.rows.items()
+        }
+        return vars(self) | {"medians": medians}
 
     def show(self) -> None:
         """Print it, with its columns in line."""
@@ -166,7 +181,7 @@ class Server:
         """Read what it has of memory, in MB."""
         text = Path(f"/proc/{self.pid}/smaps_rollup").read_text()
         found = dict(re.findall(r"(?m)^(Rss|Pss): +(\d+) kB", text))
-        return {f"{when}{n.upper()}": int(kb) * 1024 / 1e6 for n, kb in found.items()}
+        return {f"{n.upper()} {when}": int(kb) * 1024 / 1e6 for n, kb in found.items()}
 
     def effort(self) -> tuple[float, int]:
         """Read its CPU time, in ms, and how often its threads were switched to."""
@@ -288,7 +303,7 @@ def all_loads(
     """Make a round of requests to one server."""
     for (what, at_once), table in tables.items():
         count = 500 if "slow" in table.title else 1000 * min(at_once, 2)
-        table.add(name, **load(bench, server, what, count, at_once))
+        table.add(name, load(bench, server, what, count, at_once))
 
 
 # ---- Parts ---------------------------------------------------------------------------
@@ -304,13 +319,13 @@ def start(bench: Bench) -> Iterator[Table]:
                 assert server.client.call("GET", "/").status == 200
                 took = (time.perf_counter() - began) * 1000
                 if number:  # the first one is to have all files in memory
-                    table.add(name, **{"ms to the first answer": took})
+                    table.add(name, {"ms to the first answer": took})
     yield table
 
 
 def memory(bench: Bench) -> Iterator[Table]:
     """Measure memory before and after what is asked of a server."""
-    table = Table("memory", FLOOR)
+    table = Table("memory, MB", FLOOR)
     disks = Disks({"cryptroot": PASSPHRASE})
     with paramiko_server(bench.folder, disks) as initrd:
         settings = SETTINGS | initrd.machine().settings()
@@ -318,16 +333,16 @@ def memory(bench: Bench) -> Iterator[Table]:
             disks.save(initrd.state)
             with serving(bench, name, settings) as server:
                 time.sleep(0.5)
-                table.add(name, **server.memory("idle_MB_"))
+                table.add(name, server.memory("idle"))
                 server.client.log_in()
                 for what in ("status", "page"):
                     load(bench, server, what, 500, 8)
-                table.add(name, **server.memory("1,000_requests_"))
+                table.add(name, server.memory("after 1,000 requests"))
                 if name in WAKERS:
                     body = {"passphrase": PASSPHRASE}
                     answer = server.client.call("POST", "/api/unlock", body)
                     assert answer.status == 200, answer.body
-                    table.add(name, **server.memory("unlock_"))
+                    table.add(name, server.memory("after an unlock"))
     yield table
 
 
@@ -347,7 +362,7 @@ def idle(bench: Bench) -> Iterator[Table]:
                 "CPU ms": cpu - before[name][0],
                 "wake-ups": switches - before[name][1],
             }
-            table.add(name, **done)
+            table.add(name, done)
     yield table
 
 
@@ -398,7 +413,7 @@ def absences() -> Iterator[tuple[str, dict[str, str], str]]:
             ports = {"INITRD": str(one.port), "SYSTEM": str(other.port)}
             yield "blackholed", {f"WAKER_{n}_SSH_PORT": p for n, p in ports.items()}, ""
     yield "no such host in the LAN", {"WAKER_HOMELAB_HOST": nobody}, nobody
-    yield "name unknown, DNS refuses", silent, "192.168.77.20"
+    yield "name unknown, DNS refuses", silent, LOCAL
     yield "name unknown, DNS is silent", silent, nobody
 
 
@@ -429,11 +444,21 @@ def off(bench: Bench) -> Iterator[Table]:
                     client = stack.enter_context(daemon(given, *command)).client
                     ask = functools.partial(first_status, client)
                     seconds, _ = box.run(ask) if dns else ask()
-                    table.add(how, **{"s to the first status": seconds})
+                    table.add(how, {"s to the first status": seconds})
     yield table
 
 
 # ---- The unlock ----------------------------------------------------------------------
+
+
+UNLOCK_PARTS = {  # what waker tells, and what it has done then
+    "connected": "start, imports of waker and paramiko, TCP",
+    "verified": "key exchange, host key",
+    "asked": "login, and the command until it asks",
+    "sent": "the passphrase leaves",
+    "unlocked": "the verdict, and the command again for another disk",
+    "end": "end of the process",
+}
 
 
 def milliseconds(command: Sequence[str], folder: Path, given: bytes = b"") -> float:
@@ -491,34 +516,33 @@ def parts_of_a_start(bench: Bench, parts: Table) -> None:
         - both["import waker"],
     }
     for row, took in told.items():
-        parts.add(row, ms=took)
+        parts.add(row, {"ms": took})
 
 
 def unlock(bench: Bench) -> Iterator[Table]:
     """Measure the unlock, and OpenSSH doing the same."""
     table, parts = Table("unlock", "ssh"), Table(f"unlock, its parts: {WAKER}")
     disks, given = Disks({"cryptroot": PASSPHRASE}), PASSPHRASE.encode()
-    names = ("connected", "verified", "asked", "sent", "unlocked", "end")
     with dropbear(bench.folder, disks) as initrd:
         ssh = ssh_command(initrd, bench.folder)
         for _ in range(max(bench.rounds, 7)):
             disks.save(initrd.state)
-            table.add("ssh", ms=milliseconds(ssh, bench.folder, given))
+            table.add("ssh", {"ms": milliseconds(ssh, bench.folder, given)})
             assert not Disks.load(initrd.state).locked
             for row, command in WAKERS.items():
                 disks.save(initrd.state)
                 times = steps([sys.executable, *command, "unlock"], bench, initrd)
-                table.add(row, ms=times["end"])
+                table.add(row, {"ms": times["end"]})
             last = 0.0
-            for name in names:
-                parts.add(f"until {name}", ms=times[name] - last)
+            for name, part in UNLOCK_PARTS.items():
+                parts.add(part, {"ms": times[name] - last})
                 last = times[name]
             parts_of_a_start(bench, parts)
             disks.save(initrd.state)
             emulation = [sys.executable, cryptroot_unlock.__file__, str(initrd.state)]
             for row in ("opens", "finds nothing to open"):
                 took = milliseconds(emulation, bench.folder, given)
-                parts.add(f"alone: cryptroot-unlock {row}", ms=took)
+                parts.add(f"alone: cryptroot-unlock {row}", {"ms": took})
     yield table
     yield parts
 
@@ -532,11 +556,11 @@ def packet(bench: Bench) -> Iterator[Table]:
         server.client.log_in()
         for _ in range(max(bench.rounds, 7) * 3):
             command = ["wakeonlan", "-i", LOCAL, "-p", "9", MAC]
-            table.add("wakeonlan", ms=milliseconds(command, bench.folder))
+            table.add("wakeonlan", {"ms": milliseconds(command, bench.folder)})
             began = time.perf_counter()
             assert server.client.call("POST", "/api/wol").status == 200
             took = (time.perf_counter() - began) * 1000
-            table.add(f"{WAKER}, three packets", ms=took)
+            table.add(f"{WAKER}, three packets", {"ms": took})
             assert [udp.recv(2048) for _ in range(4)] == [wanted] * 4
     yield table
 
@@ -592,8 +616,8 @@ def growth(bench: Bench) -> Iterator[Table]:
                 for _ in range(100):
                     took = siege.ask(server.client, "GET", "/api/status")
                     assert took is not None
-                    table.add(f"{size:,} {kind}", **{"status ms": took})
-                table.add(f"{size:,} {kind}", **server.memory("MB_"))
+                    table.add(f"{size:,} {kind}", {"status ms": took})
+                table.add(f"{size:,} {kind}", server.memory("MB"))
         while held:
             held.pop().close()
     yield table
@@ -623,64 +647,81 @@ class Promise(NamedTuple):
     holds: bool
 
 
-def at_most(what: str, found: float, factor: float, of: float, unit: str) -> Promise:
-    """Judge a figure that is to be no more than a multiple of another."""
-    target = f"{what} <= {f'{factor:g} x ' if factor != 1 else ''}{amount(of)} {unit}"
-    return Promise(target, f"{amount(found)} {unit}", found <= factor * of)
+def compare(
+    table: Table, row: str, column: str, base: str, limit: float, *, least: bool = False
+) -> Promise:
+    """Judge a figure by its ratio to another row's: at most the limit, or at least."""
+    ratio = table.ratio(row, column, base)
+    own, other = (
+        amount(statistics.median(table.rows[name].get(column, [math.inf])))
+        for name in (row, base)
+    )
+    return Promise(
+        f"{table.title}: {row}: {column} {'>=' if least else '<='} {limit:g} x {base}",
+        f"{own} to {other}, x{ratio:.2f}",
+        ratio >= limit if least else ratio <= limit,
+    )
 
 
 def judge_memory(table: Table) -> Iterator[Promise]:
     """Judge the memory of each way to start the daemon."""
-    column = "idle MB RSS"
-    for row in WAKERS:
-        own = table.median(row, column)
+    for row, columns in table.rows.items():
+        if row not in WAKERS:
+            continue
         for peer in PEERS:
-            factor = 1.15 if peer == FLOOR else 0.5
-            other = table.median(peer, column)
-            yield at_most(f"{row}: idle, {peer}", own, factor, other, "MB")
-        for later in ("1,000 requests RSS", "unlock RSS"):
-            pairs = zip(table.rows[row][column], table.rows[row][later], strict=True)
+            limit = 1.15 if peer == FLOOR else 0.5
+            yield compare(table, row, "RSS idle", peer, limit)
+        for later in ("after 1,000 requests", "after an unlock"):
+            pairs = zip(columns["RSS idle"], columns[f"RSS {later}"], strict=True)
             change = max((after - before for before, after in pairs), key=abs)
-            what = f"{row}: {later}, change at the worst"
-            yield Promise(f"{what} within 1 MB", f"{change:+.2f} MB", abs(change) <= 1)
+            what = f"{table.title}: {row}: RSS {later} is idle's +-1"
+            yield Promise(what, f"{change:+.2f} at the worst", abs(change) <= 1)
 
 
 def judge_requests(table: Table) -> Iterator[Promise]:
-    """Judge the speed: enough of them usually, ahead of all among slow ones."""
-    is_slow = table.title.startswith("slow")
-    own = table.median(WAKER, "requests/s")
-    for peer in PEERS if is_slow else (FLOOR, "Flask, waitress"):
-        other = table.median(peer, "requests/s")
-        holds = own > other if is_slow else own >= other
-        what = f"{table.title}: requests/s {'>' if is_slow else '>='} {peer}'s"
-        yield Promise(f"{what} {amount(other)}", amount(own), holds)
-    if not is_slow:
-        p99, other = (table.median(row, "p99 ms") for row in (WAKER, "aiohttp"))
-        yield at_most(f"{table.title}: p99, aiohttp", p99, 1, other, "ms")
+    """Judge the usual speed, and how late the latest are."""
+    for peer in (FLOOR, "Flask, waitress"):
+        yield compare(table, WAKER, "requests/s", peer, 1, least=True)
+    yield compare(table, WAKER, "p99 ms", "aiohttp", 1)
 
 
-def judge(table: Table) -> Iterator[Promise]:
-    """Judge what a table tells."""
-    part = re.split("[:, ]", table.title)[0]
-    if part == "memory":
-        yield from judge_memory(table)
-    elif part in ("requests", "slow"):
-        yield from judge_requests(table)
-    elif part == "off":
-        for row, columns in table.rows.items():
-            worst = max(columns["s to the first status"])
-            yield at_most(f"off: {row}", worst, 1, 1.0, "s")
-    elif part == "idle":
-        for row in WAKERS:
-            yield at_most(
-                f"{row}: wake-ups", table.median(row, "wake-ups"), 0, 0, "times"
-            )
-    elif table.title in ("start", "unlock"):
-        factor = 1.5 if part == "start" else 4
-        for row in WAKERS:
-            ((column, _),) = table.rows[row].items()
-            own, other = table.median(row, column), table.median(table.base, column)
-            yield at_most(f"{row}: {part}, {table.base}", own, factor, other, "ms")
+def judge_slow(table: Table) -> Iterator[Promise]:
+    """Judge the speed among slow ones: ahead of all."""
+    for peer in PEERS:
+        yield compare(table, WAKER, "requests/s", peer, 1, least=True)
+
+
+def judge_idle(table: Table) -> Iterator[Promise]:
+    """Judge the rest."""
+    for row in WAKERS:
+        (times,) = table.rows[row]["wake-ups"]
+        yield Promise(f"{table.title}: {row}: no wake-up", f"{times:g}", times == 0)
+
+
+def judge_off(table: Table) -> Iterator[Promise]:
+    """Judge the slowest answer of each kind."""
+    for row, columns in table.rows.items():
+        worst = max(columns["s to the first status"])
+        yield Promise(f"off: {row}: at most 1 s", f"{worst:.2f} s", worst <= 1)
+
+
+def judge_time(table: Table) -> Iterator[Promise]:
+    """Judge each way to run waker by its time."""
+    limit = 1.5 if table.title == "start" else 4
+    for row in WAKERS:
+        for column in table.rows.get(row, {}):
+            yield compare(table, row, column, table.base, limit)
+
+
+JUDGES: dict[str, Callable[[Table], Iterator[Promise]]] = {
+    "start": judge_time,
+    "memory": judge_memory,
+    "idle": judge_idle,
+    "requests": judge_requests,
+    "slow": judge_slow,
+    "off": judge_off,
+    "unlock": judge_time,
+}
 
 
 # ---- The run -------------------------------------------------------------------------
@@ -732,21 +773,24 @@ def main(argv: Sequence[str]) -> int:
     unknown = set(arguments.parts) - set(PARTS)
     if fault or unknown:
         sys.exit(f"bench: {fault or 'the parts are: ' + ', '.join(PARTS)}")
-    tables, told = [], about()
-    print(json.dumps(told))
+    told = about()
+    tables: list[Table] = []
+    promises: list[Promise] = []
+    print(*(f"{name} {what}" for name, what in told.items()), sep="; ")
     with tempfile.TemporaryDirectory(prefix="waker-bench-") as name:
         prepare(Path(name))
         for part in arguments.parts or PARTS:
             for table in PARTS[part](Bench(Path(name), arguments.rounds)):
                 table.show()
                 tables.append(table)
-    promises = [promise for table in tables for promise in judge(table)]
+                if part in JUDGES:
+                    promises += JUDGES[part](table)
     print("\npromises")
     for promise in promises:
         verdict = "holds" if promise.holds else "does not hold"
         print(f"  {verdict:15}{promise.promise}: {promise.found}")
     if arguments.json:
-        told |= {"tables": [vars(table) for table in tables]}
+        told |= {"tables": [table.export() for table in tables]}
         told |= {"promises": [promise._asdict() for promise in promises]}
         arguments.json.write_text(json.dumps(told, indent=1) + "\n")
     return 0
