@@ -137,6 +137,10 @@ class Pin(NamedTuple):
             raise ValueError
         return cls(derive, digest)
 
+    def is_slow(self) -> bool:
+        """Tell whether a comparison takes time."""
+        return self.derive is not sha256
+
     def matches(self, text: str) -> bool:
         """Compare in constant time."""
         return hmac.compare_digest(self.derive(text.encode()), self.digest)
@@ -630,7 +634,8 @@ def read_config(reader: Reader, folder: Path, credentials: str = "") -> Config:
 
 # ---- Answers -------------------------------------------------------------------------
 # A handler takes a Request and returns a Response or raises a Fault. `refusal` makes
-# the Response of a Fault; nothing else in this file makes an error.
+# the Response of a Fault; nothing else in this file makes an error. What takes time is
+# done for a patient request only; for another one MustWait is raised before it begins.
 
 BODY: Final = 16384  # bytes: a PIN or a passphrase, with much room
 BRACKETS: Final = 600  # in a body: a passphrase has up to 512; where 16,000 are nested,
@@ -647,6 +652,7 @@ class Request(NamedTuple):
     content_type: str = ""
     token: str = ""
     body: bytes | None = b""  # None: longer than BODY, and not read
+    patient: bool = True  # False where everybody else would have to wait as well
 
     def __repr__(self) -> str:
         return f"Request({self.method} {self.path} of {self.client})"
@@ -671,6 +677,16 @@ class Fault(Exception):
         super().__init__(text)
         self.status = status
         self.headers = headers
+
+
+class MustWait(Exception):
+    """What is asked for takes time, so only a worker can answer."""
+
+
+def take_time(request: Request) -> None:
+    """Let a patient request go on. Raises: MustWait for another one."""
+    if not request.patient:
+        raise MustWait
 
 
 def reply(members: Mapping[str, object]) -> Response:
@@ -1050,24 +1066,31 @@ class Watcher:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._lock = threading.Lock()
-        self._last = (-math.inf, Sight())  # when the last look began, and what it saw
+        self._last = (-math.inf, -math.inf, Sight())  # its begin, its end, what it saw
         self._over = threading.Event()
         self._over.set()
 
     def _look(self, now: float, over: threading.Event) -> None:
         """Look, and tell all who wait for it that it is over."""
+        began = time.monotonic()
         try:
-            self._last = now, look(self._machine)
+            sight = look(self._machine)
+            self._last = now, now + time.monotonic() - began, sight
         finally:
             over.set()
+
+    def known(self, now: float) -> Sight | None:
+        """Tell what was seen since then; or just before, if a port was open."""
+        began, ended, sight = self._last
+        is_open = sight.initrd_ssh_open or sight.system_ssh_open
+        fresh = is_open and now - began < REUSE_SECONDS
+        return sight if fresh or now <= ended else None
 
     def look(self, now: float) -> Sight:
         """Tell what is seen, in less than a second."""
         with self._lock:
-            began, sight = self._last
-            is_open = sight.initrd_ssh_open or sight.system_ssh_open
-            fresh = is_open and now - began < REUSE_SECONDS
-            if self._over.is_set() and not fresh:
+            began, _, _ = self._last
+            if self._over.is_set() and not self.known(now):
                 over = threading.Event()
                 looking = threading.Thread(target=self._look, args=(now, over))
                 looking.daemon = True
@@ -1076,7 +1099,7 @@ class Watcher:
             over = self._over
         if not over.wait(LOOK_SECONDS) and now - began > STALE_SECONDS:
             return Sight()
-        return self._last[1]
+        return self._last[-1]
 
 
 # ---- Unlocking: how it may end -------------------------------------------------------
@@ -1160,8 +1183,12 @@ def paramiko_fault() -> str:
     return ""
 
 
-def notice_loss(tcp: socket.socket) -> None:
-    """Have a connection end soon after its peer lost its power or its network."""
+def tune(tcp: socket.socket) -> None:
+    """Have little packets leave at once, and a lost peer be noticed soon.
+
+    Without the first, each waits for a late acknowledgement of the one before: 50 ms.
+    """
+    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, LOST_SECONDS // 2)
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
@@ -1190,7 +1217,7 @@ def dial(machine: Machine) -> socket.socket:
                 reason = f"{where} cannot be reached: {error.strerror}"
             else:
                 if ident and b"SSH-".startswith(ident[:4]):
-                    notice_loss(tcp)
+                    tune(tcp)
                     closing.pop_all()
                     return tcp
                 reason = f"{where} does not speak SSH to us"
@@ -1996,6 +2023,8 @@ def get_icon(app: App, _: Request) -> Response:
 
 def post_auth(app: App, request: Request) -> Response:
     """Exchange the PIN for a token. Every call counts as an attempt."""
+    if app.config.pin.is_slow():
+        take_time(request)
     app.gate.attempt(request.client, request.now)
     pin = text_member(request, "pin")
     if len(pin) > 128:
@@ -2009,13 +2038,17 @@ def post_auth(app: App, request: Request) -> Response:
 
 def get_status(app: App, request: Request) -> Response:
     """Tell what is seen of the machine."""
-    sight = app.watcher.look(request.now)
+    sight = app.watcher.known(request.now)
+    if not sight:
+        take_time(request)
+        sight = app.watcher.look(request.now)
     start = app.starter.members(request.now)
     return reply({"name": app.config.name} | sight._asdict() | {"start": start})
 
 
 def post_wol(app: App, request: Request) -> Response:
     """Send the magic packet."""
+    take_time(request)
     message = wake(app.config)
     app.log.event(message, request.client)
     return reply({"success": True, "message": message})
@@ -2033,6 +2066,7 @@ def take_passphrase(request: Request) -> Passphrase:
 def post_unlock(app: App, request: Request) -> Response:
     """Hand the passphrase to the machine."""
     passphrase = take_passphrase(request)
+    take_time(request)
     app.unlocker.claim()
     try:
         outcome = app.unlocker.run(passphrase)
@@ -2056,6 +2090,7 @@ def post_start(app: App, request: Request) -> Response:
 
 def delete_start(app: App, request: Request) -> Response:
     """Cancel the start."""
+    take_time(request)
     app.log.event("wants the start cancelled", request.client)
     message = app.starter.cancel()
     return reply({"success": True, "message": message})
@@ -2249,7 +2284,7 @@ def find_client(peer: str, forwarded: str, proxies: Sequence[Network]) -> str:
 def parse_request(
     data: bytes, peer: str, proxies: Sequence[Network], now: float
 ) -> Request:
-    """Read a request that is whole. Raises: Fault."""
+    """Read a request that is whole; it is patient. Raises: Fault."""
     start, end, rest = data.partition(b"\r\n\r\n")
     head = parse_head(start)
     if not end or len(rest) < head.length <= BODY:
@@ -2284,13 +2319,18 @@ def serialize(response: Response, *, head_only: bool = False) -> bytes:
     return head.encode() + (b"" if head_only else response.body)
 
 
-def respond(app: App, data: bytes, peer: str, now: float) -> bytes:
-    """Answer a request that has come whole, or tell what is wrong with it."""
+def respond(app: App, data: bytes, peer: str, now: float, *, patient: bool) -> bytes:
+    """Answer a request that has come whole, or tell what is wrong with it.
+
+    Raises: MustWait, if it is not patient and that takes time.
+    """
     what, client = "a request", peer
     try:
         request = parse_request(data, peer, app.config.proxies, now)
         what, client = f"{request.method} {request.path}", request.client
-        response = dispatch(app, request)
+        response = dispatch(app, request._replace(patient=patient))
+    except MustWait:
+        raise
     except Fault as fault:
         response = refuse(app, fault, what, client)
     except Exception as error:  # noqa: BLE001 - no bug may take the daemon down
@@ -2300,11 +2340,11 @@ def respond(app: App, data: bytes, peer: str, now: float) -> bytes:
 
 
 # ---- HTTP: the connections -----------------------------------------------------------
-# One loop has them all. It gathers what comes until a request is whole, and sends what
-# a client takes of the answer; it waits for no client, so a slow one costs a descriptor
-# and its bytes. Between, a whole request has one of a few workers. Where there are too
-# many connections, one has to go: of the client that has the most, the one that has
-# waited longest.
+# One loop has them all. It gathers what comes until a request is whole, answers it, and
+# sends what a client takes of the answer; it waits for nobody, so a slow client costs a
+# descriptor and its bytes. What takes time to answer has one of a few workers. Where
+# there are too many connections, one has to go: of the client that has the most, the
+# one that has waited longest.
 
 CLIENT_SECONDS: Final = 10  # for a whole request to come; again, to take the answer
 CALM_SECONDS: Final = 60  # between two lines in the log that there are too many
@@ -2315,8 +2355,8 @@ PER_CLIENT: Final = 24  # connections, if it is no proxy that we trust
 HELD: Final = 1 << 20  # bytes of all connections together
 SEALED: Final = 40960  # bytes of TLS from a client: a handshake and a request
 DRAIN: Final = 1 << 20  # bytes that a client may send after its request
-WORKERS: Final = 8  # a few wait for the machine or a PIN's digest, others are quick
-QUEUE: Final = 64  # whole requests, with those at work; then the loop has to wait
+WORKERS: Final = 8  # they wait for the machine, the network or a PIN's digest
+QUEUE: Final = 64  # requests for them, with those at work
 AT_ONCE: Final = 32  # new clients, or late ones, before others have their turn
 EXHAUSTED_SECONDS: Final = 0.05  # to wait when the system has no descriptor left
 
@@ -2394,20 +2434,20 @@ class Connection:
 
 def work(
     app: App,
-    whole: queue.SimpleQueue[Connection | None],
+    whole: queue.SimpleQueue[tuple[Connection, float] | None],
     answered: queue.SimpleQueue[Connection],
     bell: socket.socket,
 ) -> None:
-    """Answer whole requests: what the workers do, and all that they do.
+    """Answer what takes time: what the workers do, and all that they do.
 
-    While they wait for one, nothing of the last one is kept: it may be a secret.
+    While they wait for a request, nothing of the last one is kept: it may be a secret.
     """
-    while connection := whole.get():
-        data = connection.buffer[: connection.size]
-        now = time.monotonic()  # not when it began: nobody can make it older
-        connection.buffer = respond(app, data, connection.peer, now)
+    while request := whole.get():
+        connection, now = request
+        data, peer = connection.buffer, connection.peer
+        connection.buffer = respond(app, data, peer, now, patient=True)
         answered.put(connection)
-        del connection, data
+        del request, connection, data
         with contextlib.suppress(OSError):  # it was rung enough, or nobody hears it
             bell.send(b"!")
 
@@ -2428,7 +2468,9 @@ class Server:
         self._held = 0  # bytes in their buffers
         self._crowds: Counter[str] = Counter()  # how many each client has of them
         self._busy: set[Connection] = set()
-        self._whole: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
+        # Whole requests, and when they were: monotonic seconds. None ends a worker.
+        self._whole: queue.SimpleQueue[tuple[Connection, float] | None]
+        self._whole = queue.SimpleQueue()
         self._answered: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._bell, self._clapper = socket.socketpair()  # workers ring: one is answered
         self._clapper.settimeout(0)
@@ -2489,7 +2531,7 @@ class Server:
     def _wait(
         self, connection: Connection, events: int, step: Callable[[Connection], None]
     ) -> None:
-        """Have a connection wait for its client; if that is ready, take the step."""
+        """Have a connection wait; when its client is ready, the step is taken."""
         connection.ends = time.monotonic() + CLIENT_SECONDS
         connection.step = step
         go_on = functools.partial(self._go_on, connection)
@@ -2497,7 +2539,6 @@ class Server:
         self._waiting[connection] = None
         self._held += len(connection.buffer)
         self._crowds[connection.counted] += 1
-        go_on()
 
     def _drain(self, connection: Connection) -> None:
         """Wait for the client to hang up: if we did, it might not get its answer."""
@@ -2526,23 +2567,34 @@ class Server:
         connection.step = self._send
         self._send(connection)
 
+    def _begin_to_answer(self, connection: Connection, answer: bytes) -> None:
+        """Have a connection wait again, now for its client to take the answer."""
+        connection.buffer, connection.answered = answer, True
+        self._wait(connection, selectors.EVENT_WRITE, self._answer)
+        self._go_on(connection)  # mostly, it is ready
+
     def _take_answers(self) -> None:
         """Take back what the workers have done."""
         self._bell.recv(CONNECTIONS)
         while not self._answered.empty():
             connection = self._answered.get()
             self._busy.remove(connection)
-            connection.answered = True
-            self._wait(connection, selectors.EVENT_WRITE, self._answer)
+            self._begin_to_answer(connection, connection.buffer)
 
-    def _hand_over(self, connection: Connection) -> None:
-        """Have a worker answer a request, when there is room for one more."""
+    def _respond(self, connection: Connection) -> None:
+        """Answer a whole request, or have a worker do it if that takes time."""
         self._leave(connection)
-        while len(self._busy) >= QUEUE:  # more would only take memory
-            self._app.supervisor.live(time.monotonic())
-            self._take_answers()
-        self._busy.add(connection)
-        self._whole.put(connection)
+        connection.buffer = connection.buffer[: connection.size]
+        now, peer = time.monotonic(), connection.peer
+        try:
+            answer = respond(self._app, connection.buffer, peer, now, patient=False)
+        except MustWait:
+            if len(self._busy) < QUEUE:
+                self._busy.add(connection)
+                self._whole.put((connection, now))
+                return
+            answer = serialize(self._crowded(peer))
+        self._begin_to_answer(connection, answer)
 
     def _receive(self, connection: Connection) -> tuple[bytes, bool]:
         """Read what there is; returns what it says, and whether that was the end."""
@@ -2557,7 +2609,7 @@ class Server:
                 raise ConnectionAbortedError
 
     def _gather(self, connection: Connection) -> None:
-        """Take what there is of a request; when it is whole, hand it over."""
+        """Take what there is of a request; when it is whole, answer it."""
         chunk, ended = self._receive(connection)
         seen, size = len(connection.buffer), connection.size
         connection.buffer += chunk
@@ -2567,7 +2619,7 @@ class Server:
             self._drop(connection)
         elif ended or 0 < connection.size <= len(connection.buffer):
             connection.size = connection.size or seen
-            self._hand_over(connection)
+            self._respond(connection)
         elif connection.size > size and expects_continue(connection.buffer):
             word = b"HTTP/1.1 100 Continue\r\n\r\n"
             tls = connection.tls

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import select
 import socket
 import ssl
 import subprocess
@@ -428,6 +429,28 @@ def test_many_requests_at_once_are_all_answered(api: Client) -> None:
             tcp.sendall(b"\r\n")
         told = [b"".join(iter(partial(tcp.recv, 9999), b"")) for tcp in many]
     assert [status_of(received) for received in told] == [200] * len(many)
+
+
+def test_what_takes_time_keeps_nobody_else_waiting(owner: Client) -> None:
+    """The machine sleeps, so each status takes most of a second, and has a worker."""
+    status = b"GET /api/status HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+    status += owner.token.encode() + b"\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        clients = [
+            stack.enter_context(knock(owner, f"127.0.9.{place}", status[:-2]))
+            for place in range(1, waker.QUEUE + 2)
+        ]
+        began = time.monotonic()
+        for tcp in clients[:-1]:
+            tcp.sendall(status[-2:])
+        assert owner.call("GET", "/").status == 200
+        assert owner.call("POST", "/api/auth", {"pin": "wrong-pin"}).status == 401
+        assert not select.select(clients, [], [], 0)[0]
+        clients[-1].sendall(status[-2:])
+        assert clients[-1].recv(99).startswith(b"HTTP/1.1 503 ")  # and does not wait
+        for tcp in clients[:-1]:
+            assert tcp.recv(99).startswith(b"HTTP/1.1 200 ")
+        assert time.monotonic() - began < 3 * waker.LOOK_SECONDS  # one look is for all
 
 
 def test_a_few_clients_cannot_keep_others_out() -> None:

@@ -277,6 +277,17 @@ def test_all_who_ask_meanwhile_share_one_look(config: waker.Config) -> None:
         assert len(times) == 1
 
 
+def test_who_asked_before_a_look_was_over_needs_no_other_one(
+    config: waker.Config,
+) -> None:
+    """The machine sleeps: what is known of it is not for those who ask later."""
+    watcher = waker.Watcher(config.machine)
+    assert watcher.known(100.0) is None
+    watcher.look(100.0)
+    assert watcher.known(100.7) == waker.Sight()
+    assert watcher.known(101.0) is None
+
+
 def test_no_connection_is_left_open(config: waker.Config) -> None:
     listener = bind("127.0.0.1", 0)
     listener.listen()
