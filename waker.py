@@ -2357,7 +2357,7 @@ SEALED: Final = 40960  # bytes of TLS from a client: a handshake and a request
 DRAIN: Final = 1 << 20  # bytes that a client may send after its request
 WORKERS: Final = 8  # they wait for the machine, the network or a PIN's digest
 QUEUE: Final = 64  # requests for them, with those at work
-AT_ONCE: Final = 32  # new clients, or late ones, before others have their turn
+AT_ONCE: Final = 8  # new clients, or late ones, before others have their turn
 EXHAUSTED_SECONDS: Final = 0.05  # to wait when the system has no descriptor left
 
 EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -2531,7 +2531,7 @@ class Server:
     def _wait(
         self, connection: Connection, events: int, step: Callable[[Connection], None]
     ) -> None:
-        """Have a connection wait; when its client is ready, the step is taken."""
+        """Have a connection wait for its client; if that is ready, take the step."""
         connection.ends = time.monotonic() + CLIENT_SECONDS
         connection.step = step
         go_on = functools.partial(self._go_on, connection)
@@ -2539,6 +2539,7 @@ class Server:
         self._waiting[connection] = None
         self._held += len(connection.buffer)
         self._crowds[connection.counted] += 1
+        go_on()
 
     def _drain(self, connection: Connection) -> None:
         """Wait for the client to hang up: if we did, it might not get its answer."""
@@ -2571,7 +2572,6 @@ class Server:
         """Have a connection wait again, now for its client to take the answer."""
         connection.buffer, connection.answered = answer, True
         self._wait(connection, selectors.EVENT_WRITE, self._answer)
-        self._go_on(connection)  # mostly, it is ready
 
     def _take_answers(self) -> None:
         """Take back what the workers have done."""
