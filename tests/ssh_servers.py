@@ -80,6 +80,7 @@ def wait_for_port(port: int, server: subprocess.Popen[str]) -> None:
         with contextlib.suppress(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port)).close()
             return
+        time.sleep(0.02)  # or this would take the processor from the server
     server.kill()
     raise RuntimeError(f"the SSH server does not listen: {server.communicate()[1]}")
 

@@ -44,6 +44,7 @@ def wait_for(condition: Callable[[], T]) -> T:
         found = condition()
         if found:
             return found
+        time.sleep(0.02)  # or this would take the processor from what it waits for
     raise TimeoutError
 
 
@@ -169,7 +170,7 @@ def test_an_unknown_command_is_refused() -> None:
 
 
 def test_sigterm_lets_a_running_unlock_finish(tmp_path: Path) -> None:
-    with paramiko_server(tmp_path, Disks({"d": PASSPHRASE}, slow=2)) as initrd:
+    with paramiko_server(tmp_path, Disks({"d": PASSPHRASE}, slow=1)) as initrd:
         with daemon(initrd.machine().settings() | MAC) as started:
             thread, answers = unlock_in_background(started.client.log_in())
             child = wait_for_child(started.process.pid)
@@ -196,15 +197,13 @@ def test_an_unlock_without_end_is_killed_and_told(
     folder.mkdir()
     disks = Disks({"d": PASSPHRASE}, mute=True)
     with paramiko_server(folder, disks) as initrd:
-        slow = config._replace(machine=initrd.machine(), unlock_seconds=7)
+        slow = config._replace(machine=initrd.machine(), unlock_seconds=6)
         with running(slow) as client:
             thread, answers = unlock_in_background(client.log_in())
             child = wait_for_child(os.getpid())
             os.kill(child, signal.SIGSTOP)
-            began = time.monotonic()
-            thread.join()
-            assert 5 < time.monotonic() - began < 8
-    text = "no end was seen within 7 s. The passphrase was not sent."
+            thread.join(30)
+    text = "no end was seen within 6 s. The passphrase was not sent."
     assert answers == [(500, {"error": f"Failed to unlock: {text}"})]
     assert not Path(f"/proc/{child}").exists()
 
@@ -258,11 +257,12 @@ def test_a_machine_without_paramiko_still_wakes_and_watches(
     assert started.log[1] == told
 
 
-def test_the_daemon_never_imports_paramiko(lab: Homelab) -> None:
-    with daemon(lab.settings()) as started:
-        client = started.client.log_in()
-        client.call("POST", "/api/unlock", {"passphrase": PASSPHRASE})
-        maps = Path(f"/proc/{started.process.pid}/maps").read_text()
+def test_the_daemon_never_imports_paramiko(tmp_path: Path) -> None:
+    with paramiko_server(tmp_path, Disks({"d": PASSPHRASE})) as initrd:
+        with daemon(initrd.machine().settings() | MAC) as started:
+            client = started.client.log_in()
+            client.call("POST", "/api/unlock", {"passphrase": PASSPHRASE})
+            maps = Path(f"/proc/{started.process.pid}/maps").read_text()
     assert "cryptography" not in maps
     assert "nacl" not in maps
 

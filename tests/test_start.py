@@ -91,9 +91,13 @@ def test_a_machine_that_is_off_is_woken_and_unlocked_and_seen_up(
     assert told(owner) is None
     start(owner)
     seen = [told(owner)["phase"]]
+
+    def another() -> str:
+        phase = str(told(owner)["phase"])
+        return "" if phase == seen[-1] else phase
+
     while seen[-1] not in ENDS:
-        phase = told(owner)["phase"]
-        seen += [phase] if phase != seen[-1] else []
+        seen.append(wait_for(another))
     order = ["waking", "unlocking", "booting", "done"]
     assert seen == [phase for phase in order if phase in seen]  # one may be too short
     assert (seen[0], seen[-1]) == ("waking", "done")
@@ -136,13 +140,13 @@ def test_a_machine_that_stays_silent_is_woken_again_and_again(
     config: waker.Config, lab: Homelab
 ) -> None:
     mac = waker.Mac.parse("52:54:00:00:00:99")
-    config = config._replace(mac=mac, packet_seconds=0.1, start_seconds=4)
+    config = config._replace(mac=mac, packet_seconds=0.1, start_seconds=2)
     with running(config) as client:
         start(client.log_in())
         reason = "The machine did not wake: is it plugged in, and Wake-on-LAN switched"
         assert wait_until(client, "failed") == f"{reason} on? {NOT_SENT}"
-        assert told(client)["seconds"] in (4, 5, 6)
-    assert len(lab.packets) >= 6
+        assert told(client)["seconds"] >= 2
+    assert len(lab.packets) >= 6  # three at a time
     assert set(lab.packets) == {waker.magic_packet(mac)}
 
 
@@ -266,7 +270,7 @@ def test_where_one_port_does_not_tell_it_is_the_system_that_comes_after_the_init
     tmp_path: Path,
 ) -> None:
     disks, same = Disks({"d": PASSPHRASE}), ("SSH-2.0-same", "SSH-2.0-same")
-    lab = Homelab(tmp_path, disks=disks, shared_port=True, pace=5, idents=same)
+    lab = Homelab(tmp_path, disks=disks, shared_port=True, pace=3.5, idents=same)
     with contextlib.closing(lab):
         reader = waker.Reader({"WAKER_PIN": "123456"} | lab.settings())
         config = waker.read_config(reader, tmp_path)
@@ -282,7 +286,7 @@ def test_where_one_port_does_not_tell_it_is_the_system_that_comes_after_the_init
 def test_one_runs_at_a_time(owner: Client, lab: Homelab) -> None:
     owner.call("POST", "/api/wol")
     lab.wait_for("locked")
-    Disks({"cryptroot": PASSPHRASE}, slow=2).save(lab.state)
+    Disks({"cryptroot": PASSPHRASE}, slow=1).save(lab.state)
     answers = []
     unlock = threading.Thread(
         target=lambda: answers.append(owner.call("POST", "/api/unlock", BODY))
