@@ -15,8 +15,8 @@ shift
 for disk; do
     while :; do
         until [ -e "$folder/passphrase" ]; do
-            echo -n "$disk" >"$folder/device"
-            sleep 1 # in NixOS, it reads the console for as long
+            [ -e "$folder/device" ] || echo -n "$disk" >"$folder/device"
+            sleep 0.1 # in NixOS, it reads the console for a second
         done
         given=$(cat "$folder/passphrase")
         printf '%s %s\n' "$disk" "$given" >>"$folder/tried"
