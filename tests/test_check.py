@@ -296,17 +296,18 @@ def test_the_interface_of_the_packet_is_told_and_none_is_sent(
     guess = "a guess, as 2001:db8::9 has no known IPv4 address"
     far = "is not in 198.51.100.0/24, and routers stop broadcasts"
     limited, lan, wan = "255.255.255.255", "192.168.77.1 (lan)", "198.51.100.2 (wan)"
-    for host, broadcast, way, told in (
+    rows = (
         ("192.168.77.20", limited, lan, ("ok", "")),
         ("10.9.9.9", limited, "10.9.9.1 (lan)", ("ok", "")),
         ("2001:db8::9", limited, f"198.51.100.2 (wan; {guess})", ("-", "")),
         ("203.0.113.9", limited, wan, ("-", f"; 203.0.113.9 {far}")),
         ("192.168.77.20", "192.168.77.255", lan, ("ok", "")),
         ("192.168.77.20", "10.7.7.255", wan, ("-", f"; 10.7.7.255 {far}")),
-    ):
-        settings["WAKER_HOMELAB_HOST"] = host
-        settings["WAKER_HOMELAB_BROADCAST"] = broadcast
-        with machine.capture() as at_machine, provider.capture() as at_provider:
+    )
+    with machine.capture() as at_machine, provider.capture() as at_provider:
+        for host, broadcast, way, told in rows:
+            settings["WAKER_HOMELAB_HOST"] = host
+            settings["WAKER_HOMELAB_BROADCAST"] = broadcast
             ended = subprocess.run(
                 command,
                 env=environment(settings),
@@ -314,10 +315,10 @@ def test_the_interface_of_the_packet_is_told_and_none_is_sent(
                 text=True,
                 check=False,
             )
-            assert udp_packets(at_machine) == udp_packets(at_provider) == []
-        verdict, seen = read(ended.stdout)["magic packet"]
-        seen = seen.removeprefix(f"would leave from {way} to {broadcast}")
-        assert (ended.returncode, verdict, seen) == (0, *told)
+            verdict, seen = read(ended.stdout)["magic packet"]
+            seen = seen.removeprefix(f"would leave from {way} to {broadcast}")
+            assert (ended.returncode, verdict, seen) == (0, *told)
+        assert udp_packets(at_machine) == udp_packets(at_provider) == []
 
 
 def test_a_box_without_a_way_to_the_machine_is_wrong(home: Home, lab: Homelab) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from conftest import PASSPHRASE, Client, daemon, running
@@ -17,6 +18,7 @@ from ssh_servers import SERVERS, free_port
 import waker
 
 __all__ = ["home"]  # a fixture
+T = TypeVar("T")
 
 OFF = waker.Sight("off")
 BOOTING = waker.Sight("booting", reachable=True)
@@ -76,11 +78,22 @@ def test_one_shared_port_is_told_apart_by_its_identification(
     assert waker.judge(row, door, door, shared=True) == sight
 
 
+def within_a_second(ask: Callable[[], T]) -> T:
+    """Return what comes within a second; who is late for want of a processor may again.
+
+    What takes longer by itself is late every time.
+    """
+    for _ in range(4):
+        began = time.monotonic()
+        answer = ask()
+        if time.monotonic() - began < 1:
+            return answer
+    raise TimeoutError
+
+
 def status(client: Client) -> waker.Sight:
     """Ask for the status; it must come within a second."""
-    began = time.monotonic()
-    answer = client.call("GET", "/api/status")
-    assert time.monotonic() - began < 1.0
+    answer = within_a_second(lambda: client.call("GET", "/api/status"))
     assert answer.status == 200
     seen = answer.json
     assert seen.pop("name")
@@ -178,14 +191,11 @@ def test_a_machine_that_is_cut_off_is_off_within_a_second(
     )
     cut(router, machine)
 
-    def ask() -> None:
+    def ask() -> waker.Sight:
         # The daemon's probing threads begin in the namespace of the one that made them.
-        watcher = waker.Watcher(there)
-        began = time.monotonic()
-        assert watcher.look(began) == OFF
-        assert time.monotonic() - began < 1.0
+        return waker.Watcher(there).look(time.monotonic())
 
-    router.run(ask)
+    assert within_a_second(lambda: router.run(ask)) == OFF
 
 
 def test_a_name_that_hangs_in_the_resolver_is_off_within_a_second(
@@ -254,7 +264,8 @@ def counting() -> Iterator[tuple[int, list[float]]]:
 
 def test_an_open_port_is_not_knocked_at_twice_a_second(config: waker.Config) -> None:
     with counting() as (port, times):
-        watcher = waker.Watcher(config.machine._replace(initrd_port=port))
+        machine = config.machine._replace(initrd_port=port, system_port=free_port())
+        watcher = waker.Watcher(machine)
         assert watcher.look(100.0).initrd_ssh_open
         assert watcher.look(100.9).initrd_ssh_open
         assert len(times) == 1
