@@ -14,6 +14,7 @@ from cryptroot_unlock import Disks
 from homelab import DROPBEAR, OPENSSH, Homelab, bind
 from namespaces import Namespace, home, ip
 from ssh_servers import SERVERS, free_port
+from test_daemon import wait_for
 
 import waker
 
@@ -238,24 +239,31 @@ def test_while_the_resolver_hangs_the_last_sight_is_told_for_a_little_while(
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[tuple[int, list[float]]]:
-    """Listen, and note when each connection came; hang up when it does."""
+def counting() -> Iterator[tuple[int, Callable[[], int]]]:
+    """Listen, and hang up when the other one does; also what counts who came."""
     listener = bind("127.0.0.1", 0)
     listener.listen()
-    times: list[float] = []
+    port = int(listener.getsockname()[1])
+    came: list[object] = []
 
     def accept() -> None:
         with contextlib.suppress(OSError):
             while True:
-                connection, _ = listener.accept()
-                times.append(time.monotonic())
+                connection, address = listener.accept()
+                came.append(address)
                 with connection:
                     connection.recv(1)
+
+    def count() -> int:
+        with socket.create_connection(("127.0.0.1", port)) as last:
+            wait_for(lambda: last.getsockname() in came)  # after all others
+            came.remove(last.getsockname())
+        return len(came)
 
     thread = threading.Thread(target=accept)
     thread.start()
     try:
-        yield int(listener.getsockname()[1]), times
+        yield port, count
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
@@ -263,18 +271,18 @@ def counting() -> Iterator[tuple[int, list[float]]]:
 
 
 def test_an_open_port_is_not_knocked_at_twice_a_second(config: waker.Config) -> None:
-    with counting() as (port, times):
+    with counting() as (port, count):
         machine = config.machine._replace(initrd_port=port, system_port=free_port())
         watcher = waker.Watcher(machine)
         assert watcher.look(100.0).initrd_ssh_open
         assert watcher.look(100.9).initrd_ssh_open
-        assert len(times) == 1
+        assert count() == 1
         assert watcher.look(101.0).initrd_ssh_open
-        assert len(times) == 2
+        assert count() == 2
 
 
 def test_all_who_ask_meanwhile_share_one_look(config: waker.Config) -> None:
-    with counting() as (port, times):
+    with counting() as (port, count):
         shared = config.machine._replace(initrd_port=port, system_port=port)
         watcher = waker.Watcher(shared)
         threads = [
@@ -285,7 +293,7 @@ def test_all_who_ask_meanwhile_share_one_look(config: waker.Config) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(times) == 1
+        assert count() == 1
 
 
 def test_who_asked_before_a_look_was_over_needs_no_other_one(
