@@ -31,7 +31,7 @@ PASSPHRASE = 'correct "horse" \\ stäple'
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skip", action="store_true", help="a skipped test has failed")
     parser.addoption("--cycles", type=int, default=1, help="boots in a row, tests/vm")
-    parser.addoption("--examples", type=int, default=200, help="of each property")
+    parser.addoption("--examples", type=int, default=100, help="of each property")
 
 
 def pytest_configure(config: pytest.Config) -> None:

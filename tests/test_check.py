@@ -7,6 +7,7 @@ import sys
 import venv
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -287,37 +288,27 @@ def test_what_a_port_says_is_shown_with_its_control_characters_escaped(
 
 
 def test_the_interface_of_the_packet_is_told_and_none_is_sent(
-    home: Home, lab: Homelab
+    home: Home, config: waker.Config
 ) -> None:
     router, machine, provider = home
-    settings = BASE | lab.settings() | {"WAKER_HOMELAB_HOST": "192.168.77.20"}
-    command = [*router.command(), sys.executable, PROGRAM, "check"]
     ip(f"-n {router.name} address add 10.9.9.1/24 dev lan")  # a second one
     guess = "a guess, as 2001:db8::9 has no known IPv4 address"
     far = "is not in 198.51.100.0/24, and routers stop broadcasts"
     limited, lan, wan = "255.255.255.255", "192.168.77.1 (lan)", "198.51.100.2 (wan)"
-    rows = (
-        ("192.168.77.20", limited, lan, ("ok", "")),
-        ("10.9.9.9", limited, "10.9.9.1 (lan)", ("ok", "")),
-        ("2001:db8::9", limited, f"198.51.100.2 (wan; {guess})", ("-", "")),
-        ("203.0.113.9", limited, wan, ("-", f"; 203.0.113.9 {far}")),
-        ("192.168.77.20", "192.168.77.255", lan, ("ok", "")),
-        ("192.168.77.20", "10.7.7.255", wan, ("-", f"; 10.7.7.255 {far}")),
-    )
     with machine.capture() as at_machine, provider.capture() as at_provider:
-        for host, broadcast, way, told in rows:
-            settings["WAKER_HOMELAB_HOST"] = host
-            settings["WAKER_HOMELAB_BROADCAST"] = broadcast
-            ended = subprocess.run(
-                command,
-                env=environment(settings),
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            verdict, seen = read(ended.stdout)["magic packet"]
-            seen = seen.removeprefix(f"would leave from {way} to {broadcast}")
-            assert (ended.returncode, verdict, seen) == (0, *told)
+        for host, broadcast, way, verdict, more in (
+            ("192.168.77.20", limited, lan, "ok", ""),
+            ("10.9.9.9", limited, "10.9.9.1 (lan)", "ok", ""),
+            ("2001:db8::9", limited, f"198.51.100.2 (wan; {guess})", "-", ""),
+            ("203.0.113.9", limited, wan, "-", f"; 203.0.113.9 {far}"),
+            ("192.168.77.20", "192.168.77.255", lan, "ok", ""),
+            ("192.168.77.20", "10.7.7.255", wan, "-", f"; 10.7.7.255 {far}"),
+        ):
+            there = config.machine._replace(host=host)
+            asked = config._replace(machine=there, broadcast=broadcast)
+            told = f"would leave from {way} to {broadcast}{more}"
+            found = router.run(partial(waker.check_packet, asked))
+            assert found == waker.Finding("magic packet", told, verdict)
         assert udp_packets(at_machine) == udp_packets(at_provider) == []
 
 

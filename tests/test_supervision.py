@@ -230,7 +230,7 @@ def test_a_flood_of_wrong_pins_does_not_look_like_a_hang(
         for client in clients:
             client.sendall(request)
         beats = []
-        ends = time.monotonic() + 2.5
+        ends = time.monotonic() + 2
         while time.monotonic() < ends:
             listener.recv(99)
             beats.append(time.monotonic())
