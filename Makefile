@@ -5,6 +5,8 @@ PARAMIKO ?=
 VENV := .venv$(PARAMIKO)
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+# More than there are processors: most tests wait, for the most part.
+PARALLEL := --numprocesses 8 --dist worksteal
 INIT ?= $(if $(wildcard /etc/rc.common),procd,systemd)
 PREFIX ?= $(if $(filter procd,$(INIT)),/usr,/usr/local)
 DESTDIR ?=
@@ -72,7 +74,7 @@ uninstall: ## removes all of that but the configuration
 	@echo "$(CONFIG) is left; it has your settings and keys."
 
 test: $(VENV)/done ## all tests; those that lack a program or root are skipped
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 fuzz: $(VENV)/done ## invented requests and inputs, EXAMPLES=50 of each, SEED=1
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_properties.py \
@@ -86,8 +88,8 @@ test-vm: $(VENV)/done ## real machines with encrypted disks, in QEMU; wants root
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --numprocesses 2 --maxschedchunk 1 tests/vm
 
 test-paramiko: $(VENV)/done ## what needs paramiko alone, with PARAMIKO=2.12.0 for example
-	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_unlock.py tests/test_check.py \
-		tests/test_openwrt.py
+	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS) tests/test_unlock.py \
+		tests/test_check.py tests/test_openwrt.py
 
 bench: .venv-bench/done ## waker beside its peers, 10 minutes; wants root; JSON=FILE
 	.venv-bench/bin/python tests/bench.py $(if $(JSON),--json "$(JSON)")
