@@ -5,7 +5,9 @@ import datetime as dt
 import email.utils
 import hashlib
 import json
+import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -15,6 +17,7 @@ from typing import cast
 import pytest
 from conftest import PASSPHRASE, PIN, Client, new_app, running
 from homelab import Homelab
+from test_daemon import wait_for, wait_for_child
 
 import waker
 
@@ -349,6 +352,9 @@ def test_two_unlocks_at_once_are_one_too_many(owner: Client) -> None:
     threads = [threading.Thread(target=unlock) for _ in range(3)]
     for thread in threads:
         thread.start()
+    child = wait_for_child(os.getpid())
+    wait_for(lambda: len(answers) == 2)
+    os.kill(child, signal.SIGKILL)
     for thread in threads:
         thread.join()
     assert sorted(answer.status for answer in answers) == [409, 409, 500]

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import select
+import signal
 import socket
 import ssl
 import subprocess
@@ -36,7 +37,7 @@ from conftest import (
     running,
 )
 from ssh_servers import free_port
-from test_daemon import MAC, wait_for
+from test_daemon import MAC, wait_for, wait_for_child
 
 import waker
 
@@ -403,7 +404,7 @@ def test_bytes_in_all_are_bounded(started: Daemon) -> None:
 
 
 def test_who_is_being_answered_is_never_turned_away(owner: Client) -> None:
-    """The machine is off, so the unlock takes as long as a connect may."""
+    """The machine is off, so the unlock takes its time, until its process is killed."""
     answers = []
 
     def unlock() -> None:
@@ -411,10 +412,12 @@ def test_who_is_being_answered_is_never_turned_away(owner: Client) -> None:
 
     thread = threading.Thread(target=unlock)
     thread.start()
-    wait_for(lambda: owner.app and owner.app.unlocker._busy.locked())
+    child = wait_for_child(os.getpid())
     with contextlib.ExitStack() as stack:
         for _ in range(200):
             stack.enter_context(knock(owner, "127.0.0.1", GET))
+        assert owner.call("GET", "/").status == 200
+        os.kill(child, signal.SIGKILL)
         thread.join()
     assert answers[0].error.endswith("The passphrase was not sent.")
 

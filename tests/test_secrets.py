@@ -1,5 +1,7 @@
 """The passphrase, the PIN and the tokens, looked for wherever they must not be."""
 
+import os
+import signal
 import threading
 from pathlib import Path
 
@@ -94,4 +96,5 @@ def test_no_core_is_dumped(tmp_path: Path) -> None:
                 limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
                 (line,) = [limit for limit in limits if "core file" in limit]
                 assert line.split()[4:6] == ["1", "1"]  # not 0: see forbid_core_dumps
+            os.kill(child, signal.SIGKILL)
             thread.join()
