@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from homelab import Homelab
 import waker
 
 PROGRAM = str(Path(waker.__file__))
+CHECKOUT = Path(PROGRAM).parent
+MODULE = ("-m", "waker")  # in CHECKOUT; a script, unlike it, is compiled at every start
 PIN = "pin-2468-pin"
 PASSPHRASE = 'correct "horse" \\ stäple'
 
@@ -69,10 +71,9 @@ def need_root() -> None:
 def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run make in a folder that gets a copy of what the box needs of the checkout."""
     folder.mkdir(exist_ok=True)
-    checkout = Path(PROGRAM).parent
     for name in ("Makefile", "waker.py", "ui.html", "README.md"):
-        shutil.copy(checkout / name, folder)
-    for path in checkout.glob("waker.*"):
+        shutil.copy(CHECKOUT / name, folder)
+    for path in CHECKOUT.glob("waker.*"):
         shutil.copy(path, folder)
     return subprocess.run(
         [need("make"), "--silent", "-C", str(folder), *arguments],
@@ -228,7 +229,8 @@ def run_waker(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command of waker.py to its end."""
     return subprocess.run(
-        [sys.executable, PROGRAM, *arguments],
+        [sys.executable, *MODULE, *arguments],
+        cwd=CHECKOUT,
         env=environment(settings or {}),
         input=given,
         capture_output=True,
@@ -243,11 +245,12 @@ def daemon(
     settings: dict[str, str],
     *command: str,
     python: str = sys.executable,
-    program: str = PROGRAM,
+    program: Sequence[str] = MODULE,
 ) -> Iterator[Daemon]:
     """Start the daemon, and see that it ends well."""
     process = subprocess.Popen(
-        [*command, python, program],
+        [*command, python, *program],
+        cwd=CHECKOUT,
         env=environment({"WAKER_PIN": PIN, "WAKER_LISTEN": "127.0.0.1:0"} | settings),
         stderr=subprocess.PIPE,
         text=True,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import paramiko
 import pytest
-from conftest import PASSPHRASE, PROGRAM, environment
+from conftest import CHECKOUT, MODULE, PASSPHRASE, PROGRAM, environment
 from cryptroot_unlock import Disks
 from homelab import (
     DROPBEAR,
@@ -66,9 +66,10 @@ def unlock(
 ) -> tuple[waker.Outcome, list[str]]:
     """Run `waker.py unlock` as the daemon does; returns the outcome and the steps."""
     began = time.monotonic()
-    program = [sys.executable, PROGRAM, "unlock"]
+    program = [sys.executable, *MODULE, "unlock"]
     child = subprocess.run(
         [*command, *program, "--seconds", str(seconds)],
+        cwd=CHECKOUT,
         env=environment(machine.settings()),
         input=passphrase.encode(),
         capture_output=True,
