@@ -1427,6 +1427,10 @@ class Run:
         Dropbear would sometimes end a channel that was opened when it does.
         """
         if self._channel:
+            self._channel.settimeout(END_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                while self._channel.recv(4096):
+                    pass
             self._channel.status_event.wait(END_SECONDS)
 
 
