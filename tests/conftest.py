@@ -33,7 +33,7 @@ PASSPHRASE = 'correct "horse" \\ stäple'
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skip", action="store_true", help="a skipped test has failed")
     parser.addoption("--cycles", type=int, default=1, help="boots in a row, tests/vm")
-    parser.addoption("--examples", type=int, default=100, help="of each property")
+    parser.addoption("--examples", type=int, default=50, help="of each property")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,6 +42,12 @@ def pytest_configure(config: pytest.Config) -> None:
         "waker", max_examples=examples, deadline=None, database=None
     )
     hypothesis.settings.load_profile("waker")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have those that wait longest begin first, or the others would wait for them."""
+    longest = "test_unlock", "test_dialects", "test_start", "test_http", "test_watch"
+    items.sort(key=lambda item: item.path.stem not in longest)
 
 
 @pytest.hookimpl(wrapper=True)
