@@ -13,7 +13,7 @@ DESTDIR ?=
 UNITS := $(PREFIX)/lib/systemd/system
 LIBRARY := $(PREFIX)/lib/waker
 CONFIG := $(DESTDIR)/etc/waker
-EXAMPLES ?= 50
+EXAMPLES ?= 200
 SEED ?= 1
 
 help: ## list the targets
@@ -77,7 +77,7 @@ test: $(VENV)/done ## all tests; those that lack a program or root are skipped
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS) --ignore tests/test_page.py
 	$(BIN)/python -m pytest --numprocesses 4 $(PYTEST_ARGS) tests/test_page.py
 
-fuzz: $(VENV)/done ## invented requests and inputs, EXAMPLES=50 of each, SEED=1
+fuzz: $(VENV)/done ## invented requests and inputs, EXAMPLES=200 of each, SEED=1
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_properties.py \
 		--examples $(EXAMPLES) --hypothesis-seed $(SEED)
 	$(BIN)/python tests/fuzz.py --examples $(EXAMPLES) --seed $(SEED)

@@ -51,9 +51,7 @@ import select
 import selectors
 import signal
 import socket
-import ssl
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -64,8 +62,11 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, cast
 
-if TYPE_CHECKING:  # the daemon never imports it: that would cost 20 MB for years
-    import paramiko
+if TYPE_CHECKING:  # the daemon imports each where it needs it, or pays for years
+    import ssl
+    import subprocess
+
+    import paramiko  # it never does this one: 20 MB
 
 __version__ = "1.0.0"
 
@@ -1631,6 +1632,8 @@ class Unlocker:
 
     def run(self, passphrase: Passphrase) -> Outcome:
         """Do one unlock."""
+        import subprocess
+
         try:
             child = subprocess.Popen(
                 self._command,
@@ -2388,7 +2391,10 @@ class Tls:
     us, such as one new key after the other, and so never come back.
     """
 
-    def __init__(self, context: ssl.SSLContext) -> None:
+    def __init__(self, context: "ssl.SSLContext") -> None:
+        import ssl
+
+        self._wants_more = ssl.SSLWantReadError
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._taken = 0
@@ -2400,7 +2406,7 @@ class Tls:
             raise ConnectionAbortedError
         self._incoming.write(data)
         chunks = [b""]
-        with contextlib.suppress(ssl.SSLWantReadError):
+        with contextlib.suppress(self._wants_more):
             while chunk := self._tls.read(HEAD):
                 chunks.append(chunk)
         return b"".join(chunks)
@@ -2412,7 +2418,7 @@ class Tls:
     def seal(self, data: bytes, *, last: bool = True) -> bytes:
         """Make of data what is to be sent; if it is the last, with a farewell."""
         self._tls.write(data)
-        with contextlib.suppress(ssl.SSLWantReadError):  # we wait for no other farewell
+        with contextlib.suppress(self._wants_more):  # we wait for no other farewell
             if last:
                 self._tls.unwrap()
         return self._outgoing.read()
@@ -2460,7 +2466,7 @@ class Server:
     """Serves everybody at once, through a socket that listens."""
 
     def __init__(
-        self, app: App, tcp: socket.socket, tls: ssl.SSLContext | None = None
+        self, app: App, tcp: socket.socket, tls: "ssl.SSLContext | None" = None
     ) -> None:
         self._app = app
         self._tcp = tcp
@@ -2943,7 +2949,7 @@ def make_app(
     )
 
 
-def make_tls(config: Config) -> ssl.SSLContext | None:
+def make_tls(config: Config) -> "ssl.SSLContext | None":
     """Load the certificate, if there is one. Raises: ConfigError."""
     if not config.tls:
         return None
@@ -2955,6 +2961,8 @@ def make_tls(config: Config) -> ssl.SSLContext | None:
     ]
     if faults:
         raise ConfigError(faults)
+    import ssl
+
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     cert, key = config.tls
@@ -2990,7 +2998,7 @@ def warn(config: Config, log: Log) -> None:
         log.event(text, level=WARNING)
 
 
-def serve(app: App, tls: ssl.SSLContext | None = None) -> int:
+def serve(app: App, tls: "ssl.SSLContext | None" = None) -> int:
     """Run until SIGTERM or ^C; requests that are being answered then still are.
 
     A start is cancelled.

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ import waker
 
 PROGRAM = str(Path(waker.__file__))
 CHECKOUT = Path(PROGRAM).parent
-MODULE = ("-m", "waker")  # in CHECKOUT; a script, unlike it, is compiled at every start
+# In CHECKOUT. A script, unlike a module, is compiled at every start.
+MODULE = (sys.executable, "-m", "waker")
 PIN = "pin-2468-pin"
 PASSPHRASE = 'correct "horse" \\ stäple'
 
@@ -235,7 +236,7 @@ def run_waker(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command of waker.py to its end."""
     return subprocess.run(
-        [sys.executable, *MODULE, *arguments],
+        [*MODULE, *arguments],
         cwd=CHECKOUT,
         env=environment(settings or {}),
         input=given,
@@ -250,12 +251,11 @@ def run_waker(
 def daemon(
     settings: dict[str, str],
     *command: str,
-    python: str = sys.executable,
-    program: Sequence[str] = MODULE,
+    program: tuple[str, ...] = MODULE,
 ) -> Iterator[Daemon]:
     """Start the daemon, and see that it ends well."""
     process = subprocess.Popen(
-        [*command, python, *program],
+        [*command, *program],
         cwd=CHECKOUT,
         env=environment({"WAKER_PIN": PIN, "WAKER_LISTEN": "127.0.0.1:0"} | settings),
         stderr=subprocess.PIPE,

@@ -115,7 +115,7 @@ def fuzz(started: Daemon, folder: Path, examples: int, seed: int) -> Iterator[st
 def main() -> int:
     """Test a daemon, or several one after the other, and tell what is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--examples", type=int, default=50, help="for each operation")
+    parser.add_argument("--examples", type=int, default=200, help="for each operation")
     parser.add_argument("--seed", type=int, default=1, help="of what is random")
     arguments = parser.parse_args()
     faults: list[str] = []

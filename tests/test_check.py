@@ -182,15 +182,13 @@ def test_the_key_of_a_system_that_is_up_is_not_to_be_pinned(tmp_path: Path) -> N
         settings = BASE | system.machine().settings()
         settings["WAKER_SYSTEM_SSH_PORT"] = str(other.getsockname()[1])
         pin = {"WAKER_SSH_HOST_KEY": public_line(new_key())}
+        up = "-", waker.check_state("up").seen
         for more, told in (
             ({"WAKER_SSH_HOST_KEY": ""}, "none is pinned, so waker refuses to unlock"),
             (pin, "not seen"),
         ):
             status, table = check(settings | more)
-            assert (status, table["machine"]) == (
-                0,
-                ("-", waker.check_state("up").seen),
-            )
+            assert (status, table["machine"]) == (0, up)
             assert table["host key"][0] == "-"
             assert table["host key"][1].startswith(told)
             assert "SHA256" not in table["host key"][1]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from conftest import PASSPHRASE, PIN, Client, daemon, run_waker, running
+from conftest import MODULE, PASSPHRASE, PIN, Client, daemon, run_waker, running
 from cryptroot_unlock import Disks
 from homelab import Homelab
 from ssh_servers import paramiko_server
@@ -242,7 +242,7 @@ def test_a_machine_without_paramiko_still_wakes_and_watches(
     python = str(tmp_path / "bare" / "bin" / "python")
     without = subprocess.run([python, "-c", "import paramiko"], check=False, stderr=-3)
     assert without.returncode == 1
-    with daemon(lab.settings(), python=python) as started:
+    with daemon(lab.settings(), program=(python, *MODULE[1:])) as started:
         client = started.client.log_in()
         assert client.call("GET", "/api/status").json["state"] == "off"
         assert client.call("POST", "/api/wol").status == 200

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 import time
 import tomllib
 from pathlib import Path
@@ -39,7 +40,7 @@ def test_it_serves_the_page_and_unlocks_without_any_other_file(
     elif how == "installed":
         program = tmp_path / "bin" / "waker"
     assert program.stat().st_mode & 0o777 == 0o755
-    with daemon(lab.settings(), program=[str(program)]) as started:
+    with daemon(lab.settings(), program=(sys.executable, str(program))) as started:
         client = started.client.log_in()
         assert client.call("GET", "/").body == PAGE.encode()
         waker.send_magic_packet(config)
@@ -52,7 +53,7 @@ def test_it_serves_the_page_and_unlocks_without_any_other_file(
 def test_the_checkout_can_be_run_by_a_symlink(lab: Homelab, tmp_path: Path) -> None:
     link = tmp_path / "waker"
     link.symlink_to(PROGRAM)
-    with daemon(lab.settings(), program=[str(link)]) as started:
+    with daemon(lab.settings(), program=(sys.executable, str(link))) as started:
         assert started.client.call("GET", "/").body == PAGE.encode()
 
 

@@ -325,9 +325,7 @@ def test_one_file_does_the_whole_journey_on_a_minimal_debian(
             settings["WAKER_SSH_KEY"] = f"/{folder.name}/ssh_key"
             enter = [*host.command(), need("chroot"), str(tree)]
             program = f"/{folder.name}/waker"
-            with daemon(
-                settings, *enter, python="/usr/bin/env", program=program
-            ) as started:
+            with daemon(settings, *enter, program=(program,)) as started:
                 see_a_journey(Owner(started.client, host), machine)
             ended = subprocess.run(
                 [*enter, program, "check"],
