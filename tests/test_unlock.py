@@ -3,8 +3,10 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -581,6 +583,31 @@ def test_a_server_that_goes_wrong_is_told_in_time(
     assert told in outcome.message
     assert not outcome.sent
     assert "asked" not in steps
+
+
+def test_nothing_weak_is_offered_and_the_pinned_type_comes_first(
+    tmp_path: Path,
+) -> None:
+    offers: list[
+        list[str]
+    ] = []  # RFC 4253, 7.1: key exchange, host keys, ciphers, MACs
+
+    def hear(connection: socket.socket) -> None:
+        connection.sendall(b"SSH-2.0-x\r\n")
+        with connection.makefile("rb") as file:
+            file.readline()
+            length, _ = struct.unpack(">IB", file.read(5))
+            message = paramiko.Message(file.read(length - 1))
+        message.get_bytes(17)  # the kind of the message, and its cookie
+        offers.extend(message.get_list() for _ in range(6))
+
+    with paramiko_server(tmp_path, Disks({})) as start, peer(hear) as port:
+        unlock(start.machine()._replace(initrd_port=port))
+    (pin,) = waker.HostKey.parse_all(start.host_key)
+    assert offers[1][0] == pin.kind
+    for names in offers:
+        assert names
+        assert not re.search(r"sha1|md5|cbc|dss|\bssh-rsa", " ".join(names))
 
 
 def test_a_server_with_several_host_keys_shows_the_pinned_one(tmp_path: Path) -> None:
