@@ -9,6 +9,7 @@ PYTEST_ARGS ?=
 PARALLEL := --numprocesses 14 --maxschedchunk 1
 INIT ?= $(if $(wildcard /etc/rc.common),procd,systemd)
 PREFIX ?= $(if $(filter procd,$(INIT)),/usr,/usr/local)
+$(if $(filter /%,$(PREFIX)),,$(error PREFIX must begin with /))
 DESTDIR ?=
 UNITS := $(PREFIX)/lib/systemd/system
 LIBRARY := $(PREFIX)/lib/waker
@@ -50,12 +51,14 @@ import waker
 
 sys.exit(waker.main(sys.argv))
 endef
+export LAUNCHER
 
 install-program: dist/waker
 	install -d "$(DESTDIR)$(LIBRARY)" "$(DESTDIR)$(PREFIX)/bin"
 	install -m 644 dist/waker "$(DESTDIR)$(LIBRARY)/waker.py"
 	/usr/bin/python3 -m compileall -q "$(DESTDIR)$(LIBRARY)"
-	$(file >dist/launcher,$(LAUNCHER))
+	chmod -R u=rwX,go=rX "$(DESTDIR)$(LIBRARY)"
+	printf '%s\n' "$$LAUNCHER" > dist/launcher
 	install -m 755 dist/launcher "$(DESTDIR)$(PREFIX)/bin/waker"
 
 install-systemd: install-program

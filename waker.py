@@ -20,8 +20,8 @@ The laws of this file:
 2. Parse, don't validate: once a value has entered, its type is the proof.
 3. Handlers return a Response. One function makes every error of it.
 4. Authorisation is a column of the route table, closed by default.
-5. Few named functions touch the network; only the commands at the end touch argv,
-   files, signals and the environment.
+5. Few named functions touch the network or a file; only the commands at the end touch
+   argv, signals and the environment.
 6. Nothing at module level changes. What judges time is given it; only what waits
    reads the clock.
 """
@@ -68,7 +68,7 @@ if TYPE_CHECKING:  # the daemon imports each where it needs it, or pays for year
 
     import paramiko  # it never does this one: 20 MB
 
-__version__ = "1.0.0"
+__version__ = "1.1.0"
 
 T = TypeVar("T")
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -213,6 +213,17 @@ class HostKey(NamedTuple):
         return f"{self.kind} {base64.b64encode(self.blob).decode()}"
 
 
+def plain_address(text: str) -> str:
+    """Read an address; an IPv4 one is without IPv6's clothes then. Raises: ValueError.
+
+    It has no scope (`%eth0`): that would be another machine's, and might be any text.
+    """
+    address = ipaddress.ip_address(text)
+    if "%" in text:
+        raise ValueError
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
 class Listen(NamedTuple):
     """Where the daemon listens."""
 
@@ -225,7 +236,7 @@ class Listen(NamedTuple):
         found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([0-9.]+)):([0-9]{1,5})", text)
         if not found or int(found[3]) > 65535:
             raise ValueError
-        return cls(str(ipaddress.ip_address(found[1] or found[2])), int(found[3]))
+        return cls(plain_address(found[1] or found[2]), int(found[3]))
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -681,13 +692,23 @@ class Fault(Exception):
 
 
 class MustWait(Exception):
-    """What is asked for takes time, so only a worker can answer."""
+    """What is asked for takes time, so only a worker can answer.
+
+    Those who wait for a PIN's digest stand in a line of their own: they may be anybody.
+    """
+
+    def __init__(self, *, for_pin: bool) -> None:
+        super().__init__()
+        self.for_pin = for_pin
 
 
-def take_time(request: Request) -> None:
-    """Let a patient request go on. Raises: MustWait for another one."""
+def take_time(request: Request, *, for_pin: bool = False) -> None:
+    """Let a patient request go on; before this, a handler has changed nothing.
+
+    Raises: MustWait for another one.
+    """
     if not request.patient:
-        raise MustWait
+        raise MustWait(for_pin=for_pin)
 
 
 def reply(members: Mapping[str, object]) -> Response:
@@ -815,32 +836,41 @@ class Gate:
         self._pin = pin
         self._lock = threading.Lock()
         self._attempts: dict[str, Window] = {}
-        self._turn = threading.Lock()  # one scrypt at a time: each takes 16 MiB
         self._wrong = Window("wrong PINs from everywhere", WRONG_PINS, 3600)
+
+    def _window(self, client: str, now: float) -> Window:
+        """Find where a client's attempts are counted."""
+        name, known = counted_as(client), self._attempts
+        if name not in known and len(known) >= ADDRESSES:
+            for idle in [who for who in known if known[who].empty(now)]:
+                del known[idle]
+        # A full table forgets nobody, or a flood would wash its author out of it.
+        if name not in known and len(known) >= ADDRESSES:
+            name = "all others"
+        return known.setdefault(name, Window("attempts", ATTEMPTS, 60))
+
+    def check(self, client: str, now: float) -> None:
+        """Raise Fault 429 where an attempt would be one too many, or is of no use."""
+        with self._lock:
+            self._window(client, now).check(now)
+            self._wrong.check(now)
 
     def attempt(self, client: str, now: float) -> None:
         """Count an attempt, right or wrong. Raises: Fault 429 for one too many."""
-        name = counted_as(client)
         with self._lock:
-            known = self._attempts
-            if name not in known and len(known) >= ADDRESSES:
-                for idle in [who for who in known if known[who].empty(now)]:
-                    del known[idle]
-            # A full table forgets nobody, or a flood would wash its author out of it.
-            if name not in known and len(known) >= ADDRESSES:
-                name = "all others"
-            window = known.setdefault(name, Window("attempts", ATTEMPTS, 60))
+            window = self._window(client, now)
             window.check(now)
             window.add(now)
 
     def admits(self, text: str, now: float) -> bool:
         """Tell whether this is the PIN. Raises: Fault 429 after too many wrong ones."""
-        with self._turn:
+        with self._lock:
             self._wrong.check(now)
-            right = self._pin.matches(text)
-            if not right:
+        right = self._pin.matches(text)
+        if not right:
+            with self._lock:
                 self._wrong.add(now)
-            return right
+        return right
 
 
 # ---- Waking --------------------------------------------------------------------------
@@ -1061,13 +1091,21 @@ def look(machine: Machine) -> Sight:
     return judge(machine.dialect, initrd, system, shared=shared)
 
 
+class Look(NamedTuple):
+    """A look at the machine: when it was asked for, when it ended, and what it saw."""
+
+    asked: float  # monotonic seconds, and so is the end
+    ended: float
+    sight: Sight
+
+
 class Watcher:
     """Shares a look among all who ask while it lasts, and a little longer."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._lock = threading.Lock()
-        self._last = (-math.inf, -math.inf, Sight())  # its begin, its end, what it saw
+        self._last = Look(-math.inf, -math.inf, Sight())
         self._over = threading.Event()
         self._over.set()
 
@@ -1076,21 +1114,20 @@ class Watcher:
         began = time.monotonic()
         try:
             sight = look(self._machine)
-            self._last = now, now + time.monotonic() - began, sight
+            self._last = Look(now, now + time.monotonic() - began, sight)
         finally:
             over.set()
 
     def known(self, now: float) -> Sight | None:
-        """Tell what was seen since then; or just before, if a port was open."""
-        began, ended, sight = self._last
+        """Tell what a look saw that was not over then; or just was, and saw SSH."""
+        asked, ended, sight = self._last
         is_open = sight.initrd_ssh_open or sight.system_ssh_open
-        fresh = is_open and now - began < REUSE_SECONDS
+        fresh = is_open and now - asked < REUSE_SECONDS
         return sight if fresh or now <= ended else None
 
     def look(self, now: float) -> Sight:
         """Tell what is seen, in less than a second."""
         with self._lock:
-            began, _, _ = self._last
             if self._over.is_set() and not self.known(now):
                 over = threading.Event()
                 looking = threading.Thread(target=self._look, args=(now, over))
@@ -1098,9 +1135,9 @@ class Watcher:
                 looking.start()
                 self._over = over
             over = self._over
-        if not over.wait(LOOK_SECONDS) and now - began > STALE_SECONDS:
-            return Sight()
-        return self._last[-1]
+        over.wait(LOOK_SECONDS)
+        last = self._last
+        return last.sight if now - last.asked <= STALE_SECONDS else Sight()
 
 
 # ---- Unlocking: how it may end -------------------------------------------------------
@@ -1428,11 +1465,12 @@ class Run:
         Dropbear would sometimes end a channel that was opened when it does.
         """
         if self._channel:
+            deadline = time.monotonic() + END_SECONDS
             self._channel.settimeout(END_SECONDS)
             with contextlib.suppress(TimeoutError):
-                while self._channel.recv(4096):
+                while self._channel.recv(4096) and time.monotonic() < deadline:
                     pass
-            self._channel.status_event.wait(END_SECONDS)
+            self._channel.status_event.wait(max(deadline - time.monotonic(), 0))
 
 
 def outwait(
@@ -2031,7 +2069,8 @@ def get_icon(app: App, _: Request) -> Response:
 def post_auth(app: App, request: Request) -> Response:
     """Exchange the PIN for a token. Every call counts as an attempt."""
     if app.config.pin.is_slow():
-        take_time(request)
+        app.gate.check(request.client, request.now)
+        take_time(request, for_pin=True)
     app.gate.attempt(request.client, request.now)
     pin = text_member(request, "pin")
     if len(pin) > 128:
@@ -2260,17 +2299,6 @@ def expects_continue(data: bytes) -> bool:
     return line.endswith(b"1.1") and expected.lower() == "100-continue"
 
 
-def plain_address(text: str) -> str:
-    """Read an address; an IPv4 one is without IPv6's clothes then. Raises: ValueError.
-
-    It has no scope (`%eth0`): that would be another machine's, and might be any text.
-    """
-    address = ipaddress.ip_address(text)
-    if "%" in text:
-        raise ValueError
-    return str(getattr(address, "ipv4_mapped", None) or address)
-
-
 def within(client: str, networks: Sequence[Network]) -> bool:
     """Tell whether an address is in one of the networks."""
     return any(ipaddress.ip_address(client) in network for network in networks)
@@ -2291,7 +2319,7 @@ def find_client(peer: str, forwarded: str, proxies: Sequence[Network]) -> str:
 def parse_request(
     data: bytes, peer: str, proxies: Sequence[Network], now: float
 ) -> Request:
-    """Read a request that is whole; it is patient. Raises: Fault."""
+    """Read a request that is whole. Raises: Fault."""
     start, end, rest = data.partition(b"\r\n\r\n")
     head = parse_head(start)
     if not end or len(rest) < head.length <= BODY:
@@ -2348,10 +2376,10 @@ def respond(app: App, data: bytes, peer: str, now: float, *, patient: bool) -> b
 
 # ---- HTTP: the connections -----------------------------------------------------------
 # One loop has them all. It gathers what comes until a request is whole, answers it, and
-# sends what a client takes of the answer; it waits for nobody, so a slow client costs a
-# descriptor and its bytes. What takes time to answer has one of a few workers. Where
-# there are too many connections, one has to go: of the client that has the most, the
-# one that has waited longest.
+# sends what a client takes of the answer; it waits for no client, so a slow one costs a
+# descriptor and its bytes. What takes time to answer stands in line for a worker, or is
+# refused where the line is long. Where there are too many connections, one has to go:
+# of the client that has the most, the one that has waited longest.
 
 CLIENT_SECONDS: Final = 10  # for a whole request to come; again, to take the answer
 CALM_SECONDS: Final = 60  # between two lines in the log that there are too many
@@ -2362,8 +2390,8 @@ PER_CLIENT: Final = 24  # connections, if it is no proxy that we trust
 HELD: Final = 1 << 20  # bytes of all connections together
 SEALED: Final = 40960  # bytes of TLS from a client: a handshake and a request
 DRAIN: Final = 1 << 20  # bytes that a client may send after its request
-WORKERS: Final = 8  # they wait for the machine, the network or a PIN's digest
-QUEUE: Final = 64  # requests for them, with those at work
+WORKERS: Final = 8  # they wait for the machine or the network
+QUEUE: Final = 64  # requests in each of the two lines, with those at work
 AT_ONCE: Final = 8  # new clients, or late ones, before others have their turn
 EXHAUSTED_SECONDS: Final = 0.05  # to wait when the system has no descriptor left
 
@@ -2438,13 +2466,17 @@ class Connection:
         self.step: Callable[[Connection], None]  # to take when the socket is ready
         self.buffer = b""  # what has come of the request; then what is left to send
         self.size = 0  # bytes of the whole request, once that is known
-        self.answered = False
+        self.answered = False  # what is in the buffer then
         self.drained = 0  # bytes that came after it
+
+
+# Whole requests, and when they were that: monotonic seconds. None ends a worker.
+Line = queue.SimpleQueue[tuple[Connection, float] | None]
 
 
 def work(
     app: App,
-    whole: queue.SimpleQueue[tuple[Connection, float] | None],
+    line: Line,
     answered: queue.SimpleQueue[Connection],
     bell: socket.socket,
 ) -> None:
@@ -2452,7 +2484,7 @@ def work(
 
     While they wait for a request, nothing of the last one is kept: it may be a secret.
     """
-    while request := whole.get():
+    while request := line.get():
         connection, now = request
         data, peer = connection.buffer, connection.peer
         connection.buffer = respond(app, data, peer, now, patient=True)
@@ -2477,19 +2509,17 @@ class Server:
         self._waiting: dict[Connection, None] = {}  # the longest-waiting first
         self._held = 0  # bytes in their buffers
         self._crowds: Counter[str] = Counter()  # how many each client has of them
-        self._busy: set[Connection] = set()
-        # Whole requests, and when they were: monotonic seconds. None ends a worker.
-        self._whole: queue.SimpleQueue[tuple[Connection, float] | None]
-        self._whole = queue.SimpleQueue()
+        self._busy: dict[Connection, bool] = {}  # in a line or at work; if for a PIN
+        self._lines: list[Line] = [queue.SimpleQueue(), queue.SimpleQueue()]  # for PINs
         self._answered: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._bell, self._clapper = socket.socketpair()  # workers ring: one is answered
         self._clapper.settimeout(0)
         self._stops = 0  # how often we were told to
         self._calm = 0.0  # when the log may be told again that there are too many
         self._selector = selectors.DefaultSelector()
-        workers = app, self._whole, self._answered, self._clapper
-        for _ in range(WORKERS):
-            threading.Thread(target=work, args=workers, daemon=True).start()
+        for line in self._lines[:1] * WORKERS + self._lines[1:]:  # scrypt has one
+            worker = app, line, self._answered, self._clapper
+            threading.Thread(target=work, args=worker, daemon=True).start()
 
     def _leave(self, connection: Connection) -> None:
         """Have a connection wait no more."""
@@ -2517,9 +2547,9 @@ class Server:
                 connection.tcp.send(answer)
         self._drop(connection)
 
-    def _crowded(self, peer: str) -> Response:
+    def _crowded(self, peer: str, what: str = "connections") -> Response:
         """Tell a client that there are too many, and the log now and then."""
-        fault = Fault(503, "Too many connections; try again", ("Retry-After", "1"))
+        fault = Fault(503, f"Too many {what}; try again", ("Retry-After", "1"))
         now = time.monotonic()
         if now < self._calm:
             return refusal(fault)
@@ -2572,9 +2602,9 @@ class Server:
     def _answer(self, connection: Connection) -> None:
         """Begin to send an answer."""
         if connection.tls:
-            self._held -= len(connection.buffer)
-            connection.buffer = connection.tls.seal(connection.buffer)
-            self._held += len(connection.buffer)
+            sealed = connection.tls.seal(connection.buffer)
+            self._held += len(sealed) - len(connection.buffer)
+            connection.buffer = sealed
         connection.step = self._send
         self._send(connection)
 
@@ -2588,7 +2618,7 @@ class Server:
         self._bell.recv(CONNECTIONS)
         while not self._answered.empty():
             connection = self._answered.get()
-            self._busy.remove(connection)
+            del self._busy[connection]
             self._begin_to_answer(connection, connection.buffer)
 
     def _respond(self, connection: Connection) -> None:
@@ -2598,12 +2628,13 @@ class Server:
         now, peer = time.monotonic(), connection.peer
         try:
             answer = respond(self._app, connection.buffer, peer, now, patient=False)
-        except MustWait:
-            if len(self._busy) < QUEUE:
-                self._busy.add(connection)
-                self._whole.put((connection, now))
+        except MustWait as wait:
+            if list(self._busy.values()).count(wait.for_pin) < QUEUE:
+                self._busy[connection] = wait.for_pin
+                self._lines[wait.for_pin].put((connection, now))
                 return
-            answer = serialize(self._crowded(peer))
+            head_only = connection.buffer.startswith(b"HEAD ")
+            answer = serialize(self._crowded(peer, "requests"), head_only=head_only)
         self._begin_to_answer(connection, answer)
 
     def _receive(self, connection: Connection) -> tuple[bytes, bool]:
@@ -2697,7 +2728,7 @@ class Server:
         self._drop(connection)
 
     def _stop(self, stop: socket.socket) -> None:
-        """Listen no more, and let all go who are not being answered."""
+        """Listen no more, and let all go but those whose answer takes time."""
         self._stops += len(stop.recv(16))
         if self._tcp.fileno() >= 0:
             self._app.log.event("stopping")
@@ -2742,8 +2773,8 @@ class Server:
         self._tcp.close()
         for connection in list(self._waiting):
             self._drop(connection)
-        for _ in range(WORKERS):
-            self._whole.put(None)
+        for line in self._lines * WORKERS:
+            line.put(None)
         self._selector.close()
         self._bell.close()
         self._clapper.close()
@@ -2999,7 +3030,7 @@ def warn(config: Config, log: Log) -> None:
 
 
 def serve(app: App, tls: "ssl.SSLContext | None" = None) -> int:
-    """Run until SIGTERM or ^C; requests that are being answered then still are.
+    """Run until SIGTERM or ^C; what takes time and was asked for is still answered.
 
     A start is cancelled.
     """
