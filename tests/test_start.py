@@ -270,7 +270,7 @@ def test_where_one_port_does_not_tell_it_is_the_system_that_comes_after_the_init
     tmp_path: Path,
 ) -> None:
     disks, same = Disks({"d": PASSPHRASE}), ("SSH-2.0-same", "SSH-2.0-same")
-    lab = Homelab(tmp_path, disks=disks, shared_port=True, pace=3.5, idents=same)
+    lab = Homelab(tmp_path, disks=disks, shared_port=True, pace=5, idents=same)
     with contextlib.closing(lab):
         reader = waker.Reader({"WAKER_PIN": "123456"} | lab.settings())
         config = waker.read_config(reader, tmp_path)
