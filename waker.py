@@ -2390,7 +2390,7 @@ PER_CLIENT: Final = 24  # connections, if it is no proxy that we trust
 HELD: Final = 1 << 20  # bytes of all connections together
 SEALED: Final = 40960  # bytes of TLS from a client: a handshake and a request
 DRAIN: Final = 1 << 20  # bytes that a client may send after its request
-WORKERS: Final = 8  # they wait for the machine or the network
+WORKERS: Final = 8  # besides one for PINs, as each scrypt takes 16 MiB
 QUEUE: Final = 64  # requests in each of the two lines, with those at work
 AT_ONCE: Final = 8  # new clients, or late ones, before others have their turn
 EXHAUSTED_SECONDS: Final = 0.05  # to wait when the system has no descriptor left
@@ -2466,7 +2466,7 @@ class Connection:
         self.step: Callable[[Connection], None]  # to take when the socket is ready
         self.buffer = b""  # what has come of the request; then what is left to send
         self.size = 0  # bytes of the whole request, once that is known
-        self.answered = False  # what is in the buffer then
+        self.answered = False  # so that what is left to send is in the buffer
         self.drained = 0  # bytes that came after it
 
 
@@ -2509,15 +2509,16 @@ class Server:
         self._waiting: dict[Connection, None] = {}  # the longest-waiting first
         self._held = 0  # bytes in their buffers
         self._crowds: Counter[str] = Counter()  # how many each client has of them
-        self._busy: dict[Connection, bool] = {}  # in a line or at work; if for a PIN
-        self._lines: list[Line] = [queue.SimpleQueue(), queue.SimpleQueue()]  # for PINs
+        self._busy: dict[Connection, bool] = {}  # who stands in a line, or has a worker
+        # One is for what the machine or the network is waited for, one is for PINs.
+        self._lines: list[Line] = [queue.SimpleQueue(), queue.SimpleQueue()]
         self._answered: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._bell, self._clapper = socket.socketpair()  # workers ring: one is answered
         self._clapper.settimeout(0)
         self._stops = 0  # how often we were told to
         self._calm = 0.0  # when the log may be told again that there are too many
         self._selector = selectors.DefaultSelector()
-        for line in self._lines[:1] * WORKERS + self._lines[1:]:  # scrypt has one
+        for line in self._lines[:1] * WORKERS + self._lines[1:]:
             worker = app, line, self._answered, self._clapper
             threading.Thread(target=work, args=worker, daemon=True).start()
 
