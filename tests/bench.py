@@ -19,7 +19,8 @@ What the figures tell:
 - packet: Debian's wakeonlan, a process, and a request to a daemon that runs already
 - growth: one daemon with more and more of something; the status is a Python client's
 
-`waker, one file` compiles waker.py at each start; `waker, compiled` has its bytecode.
+`waker, one file` is what `make dist` makes, and is compiled at each start; `waker,
+installed` is what `make install` makes of it, and has bytecode.
 
     python3 tests/bench.py [--rounds N] [--json FILE] [PART ...]
 """
@@ -50,7 +51,7 @@ from typing import Any, NamedTuple
 
 import cryptroot_unlock
 import siege
-from conftest import PASSPHRASE, PIN, PROGRAM, Client, daemon, environment
+from conftest import PASSPHRASE, PIN, PROGRAM, Client, daemon, environment, make
 from cryptroot_unlock import Disks
 from homelab import Blackhole, bind, bind_udp
 from namespaces import hosts, wire
@@ -64,9 +65,12 @@ PEERS = {
     "Flask, waitress": ("-m", "peers", "flask"),
     "FastAPI, uvicorn": ("-m", "peers", "fastapi"),
 }
-WAKERS = {"waker, one file": ("waker.py",), "waker, compiled": ("-m", "waker")}
+WAKERS = {
+    "waker, one file": ("checkout/dist/waker",),
+    "waker, installed": ("bin/waker",),
+}
 COMMANDS = PEERS | WAKERS
-WAKER = "waker, compiled"  # the one that takes part where bytecode makes no difference
+WAKER = "waker, installed"  # the one that takes part where bytecode makes no difference
 SERVERS = (*PEERS, WAKER)
 
 PROGRAMS = {  # what is run, and Debian's package
@@ -605,16 +609,16 @@ def growth(bench: Bench) -> Iterator[Table]:
         "tokens": log_in_as,
         "limiter entries": attempt_as,
     }
-    for kind, make in makers.items():
+    for kind, add in makers.items():
         settings = SETTINGS | {"WAKER_TRUSTED_PROXY": "127.0.0.0/8"}
         with machine_up() as ports, serving(bench, WAKER, ports | settings) as server:
             log_in_as(server.client, 0)
-            done = 1 if make == log_in_as else 0
+            done = 1 if add == log_in_as else 0
             for size in SIZES:
-                while make == hold and held:
+                while add == hold and held:
                     held.pop().close()
-                for number in range(0 if make == hold else done, size):
-                    make(server.client, number)
+                for number in range(0 if add == hold else done, size):
+                    add(server.client, number)
                 done = size
                 time.sleep(0.5)
                 for _ in range(100):
@@ -745,6 +749,7 @@ def prepare(folder: Path) -> None:
     here = Path(__file__).parent
     for path in (PROGRAM, Path(PROGRAM).with_name("ui.html"), here / "peers.py"):
         shutil.copy(path, folder)
+    make(folder / "checkout", "install-program", f"PREFIX={folder}")
     compile_all = [sys.executable, "-m", "compileall", "-q", str(folder)]
     subprocess.run(compile_all, check=True)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
