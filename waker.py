@@ -2509,8 +2509,9 @@ class Server:
         self._waiting: dict[Connection, None] = {}  # the longest-waiting first
         self._held = 0  # bytes in their buffers
         self._crowds: Counter[str] = Counter()  # how many each client has of them
-        self._busy: dict[Connection, bool] = {}  # who stands in a line, or has a worker
-        # One is for what the machine or the network is waited for, one is for PINs.
+        # Who stands in a line or has a worker, and in which: True is the one for PINs;
+        # in the other, the machine or the network is waited for.
+        self._busy: dict[Connection, bool] = {}
         self._lines: list[Line] = [queue.SimpleQueue(), queue.SimpleQueue()]
         self._answered: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._bell, self._clapper = socket.socketpair()  # workers ring: one is answered

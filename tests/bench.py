@@ -346,7 +346,7 @@ def memory(bench: Bench) -> Iterator[Table]:
         for name in list(COMMANDS) * bench.rounds:
             disks.save(initrd.state)
             with serving(bench, name, settings) as server:
-                time.sleep(0.5)
+                time.sleep(0.5)  # to settle
                 table.add(name, server.memory("idle"))
                 server.client.log_in()
                 for what in ("status", "page"):
@@ -367,7 +367,7 @@ def idle(bench: Bench) -> Iterator[Table]:
         servers = {n: stack.enter_context(serving(bench, n)) for n in COMMANDS}
         for server in servers.values():
             assert server.client.call("GET", "/").status == 200
-        time.sleep(2)
+        time.sleep(2)  # to settle
         before = {name: server.effort() for name, server in servers.items()}
         time.sleep(IDLE_SECONDS)
         for name, server in servers.items():
@@ -405,7 +405,7 @@ def slow(bench: Bench) -> Iterator[Table]:
                 command += [str(SLOW), "many", str(server.client.port)]
                 with subprocess.Popen(command) as others:
                     try:
-                        time.sleep(2.5)
+                        time.sleep(2.5)  # until all of them are there
                         all_loads(bench, tables, name, server)
                     finally:
                         others.kill()
@@ -620,7 +620,7 @@ def growth(bench: Bench) -> Iterator[Table]:
                 for number in range(0 if add == hold else done, size):
                     add(server.client, number)
                 done = size
-                time.sleep(0.5)
+                time.sleep(0.5)  # to settle
                 for _ in range(100):
                     took = siege.ask(server.client, "GET", "/api/status")
                     assert took is not None
