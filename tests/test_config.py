@@ -255,6 +255,10 @@ def test_an_address_and_port_to_listen_on(text: str, listen: tuple[str, int]) ->
     assert str(waker.Listen.parse(text)) == text
 
 
+def test_an_ipv4_address_that_is_written_as_ipv6_is_that_of_ipv4() -> None:
+    assert waker.Listen.parse("[::ffff:127.0.0.1]:80") == ("127.0.0.1", 80)
+
+
 @pytest.mark.parametrize(
     "text",
     ["8080", ":8080", "::8080", "box:80", "1.2.3.4", "1.2.3.4:65536", "[]:1", ":"],

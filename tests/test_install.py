@@ -70,7 +70,11 @@ def test_each_file_has_its_conventional_place_and_mode(
 def test_what_is_installed_starts_from_its_bytecode_until_it_is_changed(
     tmp_path: Path,
 ) -> None:
+    mask = os.umask(0o077)
     make(tmp_path, "install-program", f"PREFIX={tmp_path}")
+    os.umask(mask)
+    for path in (tmp_path / "lib" / "waker").rglob("*"):  # for the service's user
+        assert path.stat().st_mode & 0o044 == 0o044
     source = tmp_path / "lib" / "waker" / "waker.py"
     times = source.stat().st_atime_ns, source.stat().st_mtime_ns
 
@@ -85,6 +89,12 @@ def test_what_is_installed_starts_from_its_bytecode_until_it_is_changed(
     assert version() == f"waker {waker.__version__}\n"
     os.utime(source, (1, 1))
     assert version() == "waker 7.7.7\n"
+
+
+def test_a_place_that_begins_nowhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError):
+        make(tmp_path, "install-program", "PREFIX=usr", f"DESTDIR={tmp_path}/")
+    assert not (tmp_path / "usr").exists()
 
 
 def test_a_configuration_is_neither_overwritten_nor_removed(tmp_path: Path) -> None:

@@ -510,12 +510,17 @@ class Moody(paramiko.ServerInterface):
     ) -> bool:
         if self._mood == "frozen in exec":
             self._end.wait(15)
-        if self._mood == "endless":
+        if self._mood in ("endless", "chatty"):
             threading.Thread(target=self._write, args=(channel,), daemon=True).start()
-        return self._mood != "refusing"
+        return self._mood not in ("refusing", "silent by now")
 
     def _write(self, channel: paramiko.Channel) -> None:
         with contextlib.suppress(OSError):
+            if self._mood == "chatty":
+                channel.sendall(b"Please unlock disk d\n")
+                channel.makefile("rb").read()
+                channel.sendall(b"cryptsetup: d set up successfully\n")
+                self._mood = "silent by now"
             while True:
                 channel.sendall(b"x" * 9999)
                 self._end.wait(0.1)  # or it would be the processor that is tried
@@ -608,6 +613,19 @@ def test_nothing_weak_is_offered_and_the_pinned_type_comes_first(
     for names in offers:
         assert names
         assert not re.search(r"sha1|md5|cbc|dss|\bssh-rsa", " ".join(names))
+
+
+def test_a_command_that_does_not_end_after_its_verdict_is_not_waited_for(
+    tmp_path: Path,
+) -> None:
+    with paramiko_server(tmp_path, Disks({})) as start:
+        machine = start.machine()
+    host_key = new_key()
+    pin = waker.HostKey.parse(public_line(host_key))
+    with peer(moody("chatty", host_key)) as port:
+        there = machine._replace(initrd_port=port, host_keys=(pin,))
+        outcome, _ = unlock(there, seconds=15)
+    assert outcome == waker.Outcome("unlocked", True, "Unlocked: d.")
 
 
 def test_a_server_with_several_host_keys_shows_the_pinned_one(tmp_path: Path) -> None:
