@@ -212,8 +212,11 @@ class Homelab:
         self.packets: list[bytes] = []
         self._udp = bind_udp("", packet_port)  # so that a broadcast is heard, too
         self.packet_port = int(self._udp.getsockname()[1])
-        holes = [Blackhole(address) for _ in range(1 if shared_port else 2)]
-        self.initrd_port, self.system_port = holes[0].port, holes[-1].port
+        # Each port stays taken from end to end, whoever listens on it in between.
+        self._taken = [bind(address, 0) for _ in range(1 if shared_port else 2)]
+        ports = [int(taken.getsockname()[1]) for taken in self._taken]
+        self.initrd_port, self.system_port = ports[0], ports[-1]
+        holes = [Blackhole(address, port) for port in ports]
         self.phase = "off"
         self._thread = threading.Thread(target=self._live, args=(holes,), daemon=True)
         self._thread.start()
@@ -283,6 +286,8 @@ class Homelab:
         self._stop.set()
         self._thread.join()
         self._udp.close()
+        for taken in self._taken:
+            taken.close()
 
 
 def choose_port(address: str, wish: int) -> int:

@@ -48,9 +48,17 @@ class Initrd:
         return [bytes.fromhex(text) for text in Disks.load(self.state).received]
 
 
+RESERVED: list[socket.socket] = []  # each is bound, and never listens
+
+
 def free_port() -> int:
-    with bind("127.0.0.1", 0) as probe:
-        return int(probe.getsockname()[1])
+    """Reserve a port that refuses connections until somebody listens on it.
+
+    It stays bound as long as the tests run, so nobody else gets it by chance; a server
+    that sets SO_REUSEADDR can listen on it.
+    """
+    RESERVED.append(bind("127.0.0.1", 0))
+    return int(RESERVED[-1].getsockname()[1])
 
 
 def prepare(folder: Path, disks: Disks) -> tuple[Path, Path, str]:
