@@ -364,17 +364,6 @@ DIALECTS: Final = (
         warning=" Beware: the next wrong one may be the last. Unless crypttab has"
         " tries=0, systemd then gives up on the disk until the machine is restarted.",
     ),
-    # Source: cryptsetup-askpass of NixOS, luksroot.nix. It asks until the disk is open,
-    # and then for the next one. A login shell's profile tells where its programs are.
-    Dialect(
-        name="nixos",
-        command=". /etc/profile; exec cryptsetup-askpass",
-        ending=b"\n",
-        events=re.compile(
-            r"Passphrase for (?P<asks>[!-~]{1,200}): "
-            r"|(?P<idle>)Passphrase is not requested now"
-        ),
-    ),
 )
 
 
@@ -442,7 +431,7 @@ SETTINGS: Final = (
     Setting("WAKER_HOMELAB_HOST", "an address or name, such as 192.168.1.20"),
     Setting("WAKER_HOMELAB_NAME", "a name for people, of at most 64 characters"),
     Setting("WAKER_HOMELAB_BROADCAST", "an IPv4 address", "255.255.255.255"),
-    Setting("WAKER_INITRD", "one of cryptroot, systemd and nixos", "cryptroot"),
+    Setting("WAKER_INITRD", "cryptroot or systemd", "cryptroot"),
     Setting("WAKER_INITRD_SSH_PORT", "a port, 1 to 65535: the initrd's", "2222"),
     Setting("WAKER_SYSTEM_SSH_PORT", "a port, 1 to 65535: the system's", "22"),
     Setting("WAKER_SSH_USER", "a user's name", "root"),

@@ -91,7 +91,7 @@ def test_all_faults_are_told_together_with_the_remedy(tmp_path: Path) -> None:
         " not set",
         "WAKER_HOMELAB_MAC must be six hex pairs, such as 52:54:00:12:34:56",
         "WAKER_HOMELAB_NAME must be a name for people, of at most 64 characters",
-        "WAKER_INITRD must be one of cryptroot, systemd and nixos",
+        "WAKER_INITRD must be cryptroot or systemd",
         "WAKER_INITRD_SSH_PORT must be a port, 1 to 65535: the initrd's",
         "WAKER_LISTEN must be address and port, such as 127.0.0.1:8080",
         "WAKER_PIN must be 6 to 128 characters, or the whole line of hash-pin",

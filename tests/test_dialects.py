@@ -1,4 +1,4 @@
-"""The dialects systemd and nixos, where a virtual machine is not needed.
+"""The dialect systemd, where a virtual machine is not needed.
 
 OpenSSH is real, and so are systemd's `systemd-ask-password` and its agent, and the
 shells. The scripts in `initrds` do what is left: disks that open and that do not.
@@ -24,7 +24,7 @@ from test_unlock import ODD, STEPS, unlock
 import waker
 
 SCRIPTS = Path(__file__).with_name("initrds")
-SYSTEMD, NIXOS = (waker.parse_dialect(name) for name in ("systemd", "nixos"))
+SYSTEMD = waker.parse_dialect("systemd")
 SENT = "The passphrase was sent."
 
 
@@ -309,101 +309,3 @@ def test_a_systemd_without_an_agent_is_told(tmp_path: Path) -> None:
     with systemd(tmp_path, {"root": PASSPHRASE}, config=nowhere) as initrd:
         outcome, _ = unlock(initrd.machine)
         assert "there is no command to unlock with" in outcome.message
-
-
-@contextlib.contextmanager
-def nixos(
-    folder: Path, keys: Mapping[str, str], *, shell: str = "ash", then: str = ""
-) -> Iterator[Initrd]:
-    """Run an initrd of NixOS's scripted kind, under busybox; `shell` is root's."""
-    programs = folder / "bin"
-    programs.mkdir()
-    for name in ("ash", "cat", "echo", "rm", "seq", "sh", "sleep"):
-        (programs / name).symlink_to(need("busybox"))
-    script(folder, "cryptsetup-askpass").rename(programs / "cryptsetup-askpass")
-    users = f"root:x:0:0::/:{programs}/{shell}\nsshd:x:100:65534::/:/bin/false\n"
-    (folder / "passwd").write_text(users)
-    (folder / "profile").write_text(f"export PATH={programs}\n")
-    stage_1 = [
-        str(programs / "ash"),
-        str(script(folder, "nixos_stage_1.sh")),
-        str(folder),
-    ]
-    lines = [
-        f"mount --bind {folder}/passwd /etc/passwd",
-        f"mount --bind {folder}/profile /etc/profile",
-        "SSHD &",
-        f"PATH={programs}",
-        f"{shlex.join(stage_1 + list(keys))} </dev/null",
-        then,
-    ]
-    with sshd(folder, NIXOS, keys, "\n".join(lines)) as started:
-        yield started
-
-
-@pytest.mark.parametrize("shell", ["ash", "cryptsetup-askpass"])
-def test_nixos_gets_one_line_and_boots(tmp_path: Path, shell: str) -> None:
-    with nixos(tmp_path, {"/dev/sda": PASSPHRASE}, shell=shell) as initrd:
-        outcome, steps = unlock(initrd.machine)
-        assert outcome.outcome == "unlocked"
-        assert outcome.message == (
-            "The system is up, though the connection was lost after disk /dev/sda was"
-            " answered."
-        )
-        assert initrd.tried() == [f"/dev/sda {PASSPHRASE}"]
-        assert steps == STEPS
-
-
-def test_nixos_tells_a_wrong_passphrase(tmp_path: Path) -> None:
-    with nixos(tmp_path, {"/dev/sda": PASSPHRASE}) as initrd:
-        for _ in range(2):
-            outcome, _ = unlock(initrd.machine, "wrong")
-            message = "Wrong passphrase for disk /dev/sda."
-            assert outcome == waker.Outcome("wrong", True, message)
-        assert unlock(initrd.machine)[0].outcome == "unlocked"
-        tried = ["wrong", "wrong", PASSPHRASE]
-        assert initrd.tried() == [f"/dev/sda {given}" for given in tried]
-
-
-@pytest.mark.parametrize("passphrase", [" ", ODD.removeprefix("-n ")])  # it echoes it
-def test_nixos_gets_odd_passphrases_exactly(tmp_path: Path, passphrase: str) -> None:
-    with nixos(tmp_path, {"/dev/sda": passphrase}) as initrd:
-        assert unlock(initrd.machine, passphrase)[0].outcome == "unlocked"
-        assert initrd.tried() == [f"/dev/sda {passphrase}"]
-
-
-def test_nixos_reuses_a_passphrase_for_the_next_disk(tmp_path: Path) -> None:
-    keys = dict.fromkeys(("/dev/sda", "/dev/sdb"), PASSPHRASE)
-    with nixos(tmp_path, keys) as initrd:
-        outcome, steps = unlock(initrd.machine)
-        assert outcome.outcome == "unlocked"
-        assert initrd.tried() == [f"{disk} {PASSPHRASE}" for disk in keys]
-        assert steps == STEPS
-
-
-def test_nixos_names_the_disk_that_wants_another_passphrase(tmp_path: Path) -> None:
-    with nixos(tmp_path, {"/dev/sda": PASSPHRASE, "/dev/sdb": "another"}) as initrd:
-        outcome, steps = unlock(initrd.machine)
-        message = "Wrong passphrase for disk /dev/sdb; it did unlock /dev/sda."
-        assert outcome == waker.Outcome("wrong", True, message)
-        assert steps == [*STEPS, "asked", "sent"]
-        assert unlock(initrd.machine, "another")[0].outcome == "unlocked"
-
-
-@pytest.mark.parametrize(
-    ("passphrase", "outcome"), [("wrong", "wrong"), (PASSPHRASE, "unlocked")]
-)
-def test_a_slow_key_derivation_of_nixos_is_waited_for(
-    tmp_path: Path, passphrase: str, outcome: str
-) -> None:
-    with nixos(tmp_path, {"/dev/sda": PASSPHRASE}) as initrd:
-        (tmp_path / "seconds").write_text("3.5")  # askpass waits for 1, and once more
-        assert unlock(initrd.machine, passphrase)[0].outcome == outcome
-        assert initrd.tried() == [f"/dev/sda {passphrase}"]
-
-
-def test_nixos_that_does_not_ask_gets_nothing(tmp_path: Path) -> None:
-    with nixos(tmp_path, {}, then="exec sleep 60") as initrd:
-        outcome, steps = unlock(initrd.machine)
-        assert outcome.message.startswith("nothing asks for a passphrase: unlocked")
-        assert steps == ["connected", "verified"]

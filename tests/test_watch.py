@@ -69,7 +69,6 @@ def test_two_ports_tell_the_state(
         ("cryptroot", OPEN, UNKNOWN),
         ("systemd", saying(DROPBEAR), LOCKED),
         ("systemd", saying(OPENSSH), UNKNOWN),
-        ("nixos", saying(OPENSSH), UNKNOWN),
     ],
 )
 def test_one_shared_port_is_told_apart_by_its_identification(
