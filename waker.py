@@ -1,7 +1,7 @@
 #!/usr/bin/python3
 """Wake one machine by magic packet and unlock its encrypted disk over SSH.
 
-    waker.py [--env-file FILE] [serve | check | unlock | hash-pin]
+    waker.py [--env-file FILE] [serve | check | unlock]
 
 A person away from home opens a page, types a PIN and the passphrase of a disk. This
 daemon, on a Pi or a router beside the machine, sends the magic packet, tells what it
@@ -56,7 +56,7 @@ import sys
 import threading
 import time
 import warnings
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
@@ -100,51 +100,24 @@ class Mac(NamedTuple):
 
 
 class Pin(NamedTuple):
-    """The PIN as a digest, and the way to make one; its text is not kept."""
+    """The PIN, as its digest; the text is not kept."""
 
-    derive: Callable[[bytes], bytes]
     digest: bytes
+    is_number: bool  # it has digits only
 
     def __repr__(self) -> str:
         return "Pin(…)"
 
     @classmethod
-    def plain(cls, text: str) -> "Pin":
-        """Take 6 to 128 characters."""
-        if not 6 <= len(text) <= 128:
-            raise ValueError
-        return cls(sha256, sha256(text.encode()))
-
-    @classmethod
     def parse(cls, text: str) -> "Pin":
-        """Read a plain PIN, or the line `scrypt$n$r$p$salt$digest` of `hash-pin`."""
-        if not text.startswith("scrypt$"):
-            return cls.plain(text)
-        found = re.fullmatch(
-            r"scrypt\$(\d{1,9})\$(\d{1,3})\$(\d{1,3})\$([\w+/=]+)\$([\w+/=]+)", text
-        )
-        if not found:
+        """Take 8 to 128 characters."""
+        if not 8 <= len(text) <= 128:
             raise ValueError
-        derive = functools.partial(
-            hashlib.scrypt,
-            salt=base64.b64decode(found[4], validate=True),
-            n=int(found[1]),
-            r=int(found[2]),
-            p=int(found[3]),
-            maxmem=17 << 20,  # bytes: 16 MiB, and a little that scrypt adds
-        )
-        digest = base64.b64decode(found[5], validate=True)
-        if len(digest) != len(derive(b"")):  # which refuses impossible parameters, too
-            raise ValueError
-        return cls(derive, digest)
-
-    def is_slow(self) -> bool:
-        """Tell whether a comparison takes time."""
-        return self.derive is not sha256
+        return cls(sha256(text.encode()), text.isdecimal())
 
     def matches(self, text: str) -> bool:
         """Compare in constant time."""
-        return hmac.compare_digest(self.derive(text.encode()), self.digest)
+        return hmac.compare_digest(sha256(text.encode()), self.digest)
 
 
 class Passphrase(NamedTuple):
@@ -426,7 +399,7 @@ class Setting(NamedTuple):
 
 
 SETTINGS: Final = (
-    Setting("WAKER_PIN", "6 to 128 characters, or the whole line of hash-pin"),
+    Setting("WAKER_PIN", "8 to 128 characters"),
     Setting("WAKER_HOMELAB_MAC", "six hex pairs, such as 52:54:00:12:34:56"),
     Setting("WAKER_HOMELAB_HOST", "an address or name, such as 192.168.1.20"),
     Setting("WAKER_HOMELAB_NAME", "a name for people, of at most 64 characters"),
@@ -681,23 +654,16 @@ class Fault(Exception):
 
 
 class MustWait(Exception):
-    """What is asked for takes time, so only a worker can answer.
-
-    Those who wait for a PIN's digest stand in a line of their own: they may be anybody.
-    """
-
-    def __init__(self, *, for_pin: bool) -> None:
-        super().__init__()
-        self.for_pin = for_pin
+    """What is asked for takes time, so only a worker can answer."""
 
 
-def take_time(request: Request, *, for_pin: bool = False) -> None:
+def take_time(request: Request) -> None:
     """Let a patient request go on; before this, a handler has changed nothing.
 
     Raises: MustWait for another one.
     """
     if not request.patient:
-        raise MustWait(for_pin=for_pin)
+        raise MustWait
 
 
 def reply(members: Mapping[str, object]) -> Response:
@@ -756,9 +722,9 @@ def text_member(request: Request, name: str) -> str:
 
 TOKEN_SECONDS: Final = 900  # fixed by the interface
 TOKENS: Final = 64  # alive at a time: a household, its scripts, and room
-ATTEMPTS: Final = 10  # a minute and address; fixed by the interface
-ADDRESSES: Final = 1024  # counted one by one; any others count as one
-WRONG_PINS: Final = 60  # an hour, from everywhere: a million PINs take two years
+ATTEMPTS: Final = 10  # a client's, a minute; fixed by the interface
+ATTEMPT_SECONDS: Final = 60
+CLIENTS: Final = 4096  # whose attempts are remembered: half a megabyte
 
 
 class Tokens:
@@ -783,83 +749,37 @@ class Tokens:
             return now < self._ends.get(sha256(token.encode()), now)
 
 
-class Window:
-    """Counts the events of the last `seconds`, at most `limit` of them."""
-
-    def __init__(self, what: str, limit: int, seconds: float) -> None:
-        self._what = what
-        self._limit = limit
-        self._seconds = seconds
-        self._times: deque[float] = deque()
-
-    def empty(self, now: float) -> bool:
-        """Tell whether nothing has happened of late."""
-        while self._times and self._times[0] + self._seconds <= now:
-            self._times.popleft()
-        return not self._times
-
-    def check(self, now: float) -> None:
-        """Raise Fault 429, telling when to come again, if there were too many."""
-        if self.empty(now) or len(self._times) < self._limit:
-            return
-        wait = str(math.ceil(self._times[0] + self._seconds - now))
-        text = f"Too many {self._what}; try again in {wait} s"
-        raise Fault(429, text, ("Retry-After", wait))
-
-    def add(self, now: float) -> None:
-        """Count one."""
-        self._times.append(now)
-
-
 def counted_as(client: str) -> str:
-    """Tell as whom an address counts: IPv4 whole, IPv6 by its /64."""
+    """Tell as whom an address counts: IPv4 whole, IPv6 by its /56, a household's."""
     if "." in client:
         return client
-    return f"{int(ipaddress.IPv6Address(client)) >> 64:x}::/64"
+    return f"{int(ipaddress.IPv6Address(client)) >> 72:x}::/56"
 
 
-class Gate:
-    """Lets the right PIN in, and few guesses near."""
+class Attempts:
+    """Counts who tries the PIN, in the last minute.
 
-    def __init__(self, pin: Pin) -> None:
-        self._pin = pin
+    There is no limit on all clients together: a stranger could lock the owner out.
+    """
+
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._attempts: dict[str, Window] = {}
-        self._wrong = Window("wrong PINs from everywhere", WRONG_PINS, 3600)
+        self._times: OrderedDict[str, deque[float]] = OrderedDict()  # by last attempt
 
-    def _window(self, client: str, now: float) -> Window:
-        """Find where a client's attempts are counted."""
-        name, known = counted_as(client), self._attempts
-        if name not in known and len(known) >= ADDRESSES:
-            for idle in [who for who in known if known[who].empty(now)]:
-                del known[idle]
-        # A full table forgets nobody, or a flood would wash its author out of it.
-        if name not in known and len(known) >= ADDRESSES:
-            name = "all others"
-        return known.setdefault(name, Window("attempts", ATTEMPTS, 60))
-
-    def check(self, client: str, now: float) -> None:
-        """Raise Fault 429 where an attempt would be one too many, or is of no use."""
+    def count(self, client: str, now: float) -> None:
+        """Count an attempt. Raises: Fault 429, which tells when to come again."""
+        name = counted_as(client)
         with self._lock:
-            self._window(client, now).check(now)
-            self._wrong.check(now)
-
-    def attempt(self, client: str, now: float) -> None:
-        """Count an attempt, right or wrong. Raises: Fault 429 for one too many."""
-        with self._lock:
-            window = self._window(client, now)
-            window.check(now)
-            window.add(now)
-
-    def admits(self, text: str, now: float) -> bool:
-        """Tell whether this is the PIN. Raises: Fault 429 after too many wrong ones."""
-        with self._lock:
-            self._wrong.check(now)
-        right = self._pin.matches(text)
-        if not right:
-            with self._lock:
-                self._wrong.add(now)
-        return right
+            times = self._times.setdefault(name, deque(maxlen=ATTEMPTS))
+            self._times.move_to_end(name)
+            if len(self._times) > CLIENTS:
+                self._times.popitem(last=False)
+            if len(times) < ATTEMPTS or times[0] + ATTEMPT_SECONDS <= now:
+                times.append(now)
+                return
+            wait = str(math.ceil(times[0] + ATTEMPT_SECONDS - now))
+        text = f"Too many attempts; try again in {wait} s"
+        raise Fault(429, text, ("Retry-After", wait))
 
 
 # ---- Waking --------------------------------------------------------------------------
@@ -2004,7 +1924,7 @@ class App(NamedTuple):
     icon: Response
     log: Log
     supervisor: Supervisor
-    gate: Gate
+    attempts: Attempts
     tokens: Tokens
     watcher: Watcher
     unlocker: Unlocker
@@ -2057,14 +1977,8 @@ def get_icon(app: App, _: Request) -> Response:
 
 def post_auth(app: App, request: Request) -> Response:
     """Exchange the PIN for a token. Every call counts as an attempt."""
-    if app.config.pin.is_slow():
-        app.gate.check(request.client, request.now)
-        take_time(request, for_pin=True)
-    app.gate.attempt(request.client, request.now)
-    pin = text_member(request, "pin")
-    if len(pin) > 128:
-        raise Fault(400, "The PIN must have at most 128 characters")
-    if not app.gate.admits(pin, request.now):
+    app.attempts.count(request.client, request.now)
+    if not app.config.pin.matches(text_member(request, "pin")):
         raise Fault(401, "Wrong PIN", ("WWW-Authenticate", "Bearer"))
     app.log.event("PIN accepted", request.client)
     token = app.tokens.issue(request.now)
@@ -2379,8 +2293,8 @@ PER_CLIENT: Final = 24  # connections, if it is no proxy that we trust
 HELD: Final = 1 << 20  # bytes of all connections together
 SEALED: Final = 40960  # bytes of TLS from a client: a handshake and a request
 DRAIN: Final = 1 << 20  # bytes that a client may send after its request
-WORKERS: Final = 8  # besides one for PINs, as each scrypt takes 16 MiB
-QUEUE: Final = 64  # requests in each of the two lines, with those at work
+WORKERS: Final = 8
+QUEUE: Final = 64  # requests that wait for a worker, with those at work
 AT_ONCE: Final = 8  # new clients, or late ones, before others have their turn
 EXHAUSTED_SECONDS: Final = 0.05  # to wait when the system has no descriptor left
 
@@ -2498,18 +2412,16 @@ class Server:
         self._waiting: dict[Connection, None] = {}  # the longest-waiting first
         self._held = 0  # bytes in their buffers
         self._crowds: Counter[str] = Counter()  # how many each client has of them
-        # Who stands in a line or has a worker, and in which: True is the one for PINs;
-        # in the other, the machine or the network is waited for.
-        self._busy: dict[Connection, bool] = {}
-        self._lines: list[Line] = [queue.SimpleQueue(), queue.SimpleQueue()]
+        self._busy: set[Connection] = set()  # who waits for a worker, or has one
+        self._line: Line = queue.SimpleQueue()
         self._answered: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._bell, self._clapper = socket.socketpair()  # workers ring: one is answered
         self._clapper.settimeout(0)
         self._stops = 0  # how often we were told to
         self._calm = 0.0  # when the log may be told again that there are too many
         self._selector = selectors.DefaultSelector()
-        for line in self._lines[:1] * WORKERS + self._lines[1:]:
-            worker = app, line, self._answered, self._clapper
+        for _ in range(WORKERS):
+            worker = app, self._line, self._answered, self._clapper
             threading.Thread(target=work, args=worker, daemon=True).start()
 
     def _leave(self, connection: Connection) -> None:
@@ -2609,7 +2521,7 @@ class Server:
         self._bell.recv(CONNECTIONS)
         while not self._answered.empty():
             connection = self._answered.get()
-            del self._busy[connection]
+            self._busy.remove(connection)
             self._begin_to_answer(connection, connection.buffer)
 
     def _respond(self, connection: Connection) -> None:
@@ -2619,10 +2531,10 @@ class Server:
         now, peer = time.monotonic(), connection.peer
         try:
             answer = respond(self._app, connection.buffer, peer, now, patient=False)
-        except MustWait as wait:
-            if list(self._busy.values()).count(wait.for_pin) < QUEUE:
-                self._busy[connection] = wait.for_pin
-                self._lines[wait.for_pin].put((connection, now))
+        except MustWait:
+            if len(self._busy) < QUEUE:
+                self._busy.add(connection)
+                self._line.put((connection, now))
                 return
             head_only = connection.buffer.startswith(b"HEAD ")
             answer = serialize(self._crowded(peer, "requests"), head_only=head_only)
@@ -2764,8 +2676,8 @@ class Server:
         self._tcp.close()
         for connection in list(self._waiting):
             self._drop(connection)
-        for line in self._lines * WORKERS:
-            line.put(None)
+        for _ in range(WORKERS):
+            self._line.put(None)
         self._selector.close()
         self._bell.close()
         self._clapper.close()
@@ -2963,7 +2875,7 @@ def make_app(
         icon=icon,
         log=log,
         supervisor=Supervisor(environment, log),
-        gate=Gate(config.pin),
+        attempts=Attempts(),
         tokens=Tokens(),
         watcher=watcher,
         unlocker=unlocker,
@@ -3096,21 +3008,6 @@ def print_table(findings: Iterable[Finding]) -> int:
     return wrong
 
 
-def hash_pin() -> int:
-    """Print the line that can stand for a PIN in the configuration."""
-    try:
-        pin = read_secret("PIN: ").removesuffix("\n")
-        Pin.plain(pin)
-    except ValueError:
-        sys.stderr.write("waker: a PIN has 6 to 128 characters, in UTF-8\n")
-        return EX_CONFIG
-    salt, n, r, p = os.urandom(16), 16384, 8, 1  # 16 MiB
-    digest = hashlib.scrypt(pin.encode(), salt=salt, n=n, r=r, p=p)
-    ends = [base64.b64encode(part).decode() for part in (salt, digest)]
-    sys.stdout.write("$".join(("scrypt", str(n), str(r), str(p), *ends)) + "\n")
-    return 0
-
-
 def parse_seconds(text: str) -> int:
     """Read how long an unlock may take."""
     if not re.fullmatch("[0-9]{1,4}", text) or int(text) <= MARGIN_SECONDS:
@@ -3145,11 +3042,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=("serve", "check", "unlock", "hash-pin"),
+        choices=("serve", "check", "unlock"),
         default="serve",
         help="serve: be the daemon (default); check: tell what is right and what is"
-        " wrong; unlock: take a passphrase from standard input and unlock once;"
-        " hash-pin: print a line for WAKER_PIN",
+        " wrong; unlock: take a passphrase from standard input and unlock once",
     )
     return parser.parse_args(argv)
 
@@ -3176,8 +3072,6 @@ def main(argv: Sequence[str]) -> int:
     arguments = parse_arguments(argv[1:])
     forbid_core_dumps()
     warnings.simplefilter("ignore")  # paramiko's, of what cryptography will drop
-    if arguments.command == "hash-pin":
-        return hash_pin()
     if arguments.command == "check":
         for number in (signal.SIGINT, signal.SIGPIPE):  # to end quietly is enough
             signal.signal(number, signal.SIG_DFL)

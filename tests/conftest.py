@@ -147,8 +147,8 @@ class Client:
     def attempts(self) -> list[float]:
         """Look up when attempts were counted, all of one address."""
         assert self.app
-        (window,) = self.app.gate._attempts.values()
-        return list(window._times)
+        (times,) = self.app.attempts._times.values()
+        return list(times)
 
     def log_in(self, pin: str = PIN) -> "Client":
         answer = self.call("POST", "/api/auth", {"pin": pin})

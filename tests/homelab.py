@@ -302,7 +302,7 @@ def choose_port(address: str, wish: int) -> int:
 
 def main() -> int:
     """Run the homelab and the daemon until ^C."""
-    pin, passphrase = "246810", "correct horse battery staple"
+    pin, passphrase = "24681012", "correct horse battery staple"
     with tempfile.TemporaryDirectory(prefix="waker-demo-") as name:
         folder = Path(name)
         machine = Homelab(folder, disks=Disks({"cryptroot": passphrase}), pace=4)

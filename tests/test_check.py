@@ -147,8 +147,7 @@ def test_every_fault_of_the_configuration_is_a_line(lab: Homelab) -> None:
     ended = run_waker("check", settings=lab.settings() | settings)
     assert (ended.returncode, ended.stderr) == (78, "")
     assert ended.stdout == (
-        "WRONG  configuration  WAKER_PIN must be 6 to 128 characters, or the whole line"
-        " of hash-pin\n"
+        "WRONG  configuration  WAKER_PIN must be 8 to 128 characters\n"
         "WRONG  configuration  WAKER_LISTEN must be address and port, such as"
         " 127.0.0.1:8080\n"
     )

@@ -458,31 +458,6 @@ def test_what_takes_time_keeps_nobody_else_waiting(owner: Client) -> None:
         assert time.monotonic() - began < 3 * waker.LOOK_SECONDS  # one look is for all
 
 
-def test_who_has_a_token_does_not_stand_behind_those_who_guess(
-    config: waker.Config,
-) -> None:
-    """Each guess takes a while; the machine sleeps, so the status does, too."""
-    wrong, line = b'{"pin": "wrong-pin"}', run_waker("hash-pin", given=PIN).stdout
-    guess = POST + JSON + b"Content-Length: %d\r\n\r\n%b" % (len(wrong), wrong)
-    with (
-        running(config._replace(pin=waker.Pin.parse(line.strip()))) as client,
-        contextlib.ExitStack() as stack,
-    ):
-        client.log_in()
-        guesses = [
-            stack.enter_context(knock(client, f"127.0.8.{1 + place // 10}", guess))
-            for place in range(waker.WRONG_PINS)
-        ]
-        assert client.call("GET", "/api/status").status == 200
-        for tcp in guesses[:10]:
-            assert tcp.recv(99).startswith(b"HTTP/1.1 401 ")
-        with knock(client, "127.0.8.1", guess) as eleventh:
-            assert eleventh.recv(99).startswith(b"HTTP/1.1 429 ")
-        assert not select.select(guesses[-1:], [], [], 0)[0]
-        for tcp in guesses[10:]:
-            assert tcp.recv(99).startswith(b"HTTP/1.1 401 ")
-
-
 def test_a_few_clients_cannot_keep_others_out() -> None:
     """Not even those who come later, and often, while an honest one is slow."""
     need("prlimit")

@@ -259,7 +259,7 @@ def test_what_happens_is_announced(slow: Client, phone: Phone) -> None:
 
 
 def test_a_wrong_pin_is_told_and_can_be_typed_again(api: Client, phone: Phone) -> None:
-    phone.open(api).give_pin("123456").reads("Wrong PIN")
+    phone.open(api).give_pin("12345678").reads("Wrong PIN")
     assert phone.focus() == "pin"
     phone.page.keyboard.type(PIN)  # what is there is selected, so this takes its place
     phone.page.keyboard.press("Enter")
@@ -669,7 +669,7 @@ def test_it_can_be_put_on_a_home_screen(api: Client, phone: Phone) -> None:
 
 STOPS: dict[str, Callable[[Phone], object]] = {
     "pin": lambda phone: phone.sees("pin"),
-    "wrong PIN": lambda phone: phone.give_pin("123456").reads("Wrong PIN"),
+    "wrong PIN": lambda phone: phone.give_pin("12345678").reads("Wrong PIN"),
     "off": lambda phone: phone.give_pin().reads("Off: nothing answers"),
     "steps": lambda phone: phone.page.get_by_text("One step at a time").click(),
     "waking": lambda phone: phone.start("wrong").sees("running"),

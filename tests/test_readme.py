@@ -43,7 +43,7 @@ def test_the_messages_that_it_explains_are_those_of_the_program() -> None:
     assert len(messages) > 5
     program = re.sub(r'"\n +f?"', "", Path(PROGRAM).read_text())
     for message in messages:
-        assert message in program.replace("{self._what}", "wrong PINs from everywhere")
+        assert message in program
 
 
 def test_the_curl_lines_wake_tell_and_unlock(

@@ -69,7 +69,7 @@ def test_no_secret_is_in_a_repr(config: waker.Config) -> None:
         request,
         config,
         config.pin,
-        app.gate,
+        app.attempts,
         app.tokens,
         waker.Passphrase.parse(SECRET),
         waker.reply({"token": token}),

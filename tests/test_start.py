@@ -77,10 +77,10 @@ def initrd(tmp_path: Path) -> Iterator[Any]:
             folder = tmp_path / "initrd"
             folder.mkdir()
             server = stack.enter_context(paramiko_server(folder, disks))
-            settings = {"WAKER_PIN": "123456"} | MAC | server.machine().settings()
+            settings = {"WAKER_PIN": "12345678"} | MAC | server.machine().settings()
             config = waker.read_config(waker.Reader(settings), tmp_path)
             config = config._replace(start_seconds=start_seconds)
-            return stack.enter_context(running(config)).log_in("123456"), server
+            return stack.enter_context(running(config)).log_in("12345678"), server
 
         yield begin
 
@@ -219,10 +219,10 @@ def test_a_connection_that_breaks_off_is_tried_again(tmp_path: Path) -> None:
             machine = initrd.machine()._replace(
                 initrd_port=broken.getsockname()[1], system_port=closed.getsockname()[1]
             )
-            settings = {"WAKER_PIN": "123456"} | MAC | machine.settings()
+            settings = {"WAKER_PIN": "12345678"} | MAC | machine.settings()
             config = waker.read_config(waker.Reader(settings), tmp_path)
             with running(config) as client:
-                start(client.log_in("123456"))
+                start(client.log_in("12345678"))
                 ends = time.monotonic() + 60
                 while "does not speak SSH" not in told(client)["message"]:
                     assert time.monotonic() < ends
@@ -272,11 +272,11 @@ def test_where_one_port_does_not_tell_it_is_the_system_that_comes_after_the_init
     disks, same = Disks({"d": PASSPHRASE}), ("SSH-2.0-same", "SSH-2.0-same")
     lab = Homelab(tmp_path, disks=disks, shared_port=True, pace=5, idents=same)
     with contextlib.closing(lab):
-        reader = waker.Reader({"WAKER_PIN": "123456"} | lab.settings())
+        reader = waker.Reader({"WAKER_PIN": "12345678"} | lab.settings())
         config = waker.read_config(reader, tmp_path)
         config = config._replace(packet_port=lab.packet_port)
         with running(config) as client:
-            start(client.log_in("123456"))
+            start(client.log_in("12345678"))
             seen = "SSH was gone and answers again, most likely the system's."
             assert wait_until(client, "done") == f"Unlocked: d. {seen}"
             assert lab.phase == "up"

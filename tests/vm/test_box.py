@@ -159,7 +159,7 @@ def see_each_fault_named(box: Box, right: dict[str, str], key: str) -> None:
     unset = "; it is not set"
     assert see_that_it_does_not_start(box) == [
         "WAKER_HOMELAB_HOST must be an address or name, such as 192.168.1.20" + unset,
-        "WAKER_PIN must be 6 to 128 characters, or the whole line of hash-pin" + unset,
+        "WAKER_PIN must be 8 to 128 characters" + unset,
         "WAKER_HOMELAB_MAC must be six hex pairs, such as 52:54:00:12:34:56" + unset,
     ]
     box.run("rm /etc/waker/waker.env")
