@@ -12,7 +12,6 @@ PREFIX ?= $(if $(filter procd,$(INIT)),/usr,/usr/local)
 $(if $(filter /%,$(PREFIX)),,$(error PREFIX must begin with /))
 DESTDIR ?=
 UNITS := $(PREFIX)/lib/systemd/system
-LIBRARY := $(PREFIX)/lib/waker
 CONFIG := $(DESTDIR)/etc/waker
 EXAMPLES ?= 200
 SEED ?= 1
@@ -41,25 +40,9 @@ install: install-$(INIT) ## as a service of systemd or procd; PREFIX, DESTDIR, I
 	test -e "$(CONFIG)/waker.env" -o -L "$(CONFIG)/waker.env" || \
 		install -m 600 waker.env.example "$(CONFIG)/waker.env"
 
-# A file that is imported, not run, has bytecode: so it starts sooner, and holds less.
-define LAUNCHER
-#!/usr/bin/python3
-import sys
-
-sys.path[0] = "$(LIBRARY)"
-import waker
-
-sys.exit(waker.main(sys.argv))
-endef
-export LAUNCHER
-
 install-program: dist/waker
-	install -d "$(DESTDIR)$(LIBRARY)" "$(DESTDIR)$(PREFIX)/bin"
-	install -m 644 dist/waker "$(DESTDIR)$(LIBRARY)/waker.py"
-	/usr/bin/python3 -m compileall -q "$(DESTDIR)$(LIBRARY)"
-	chmod -R u=rwX,go=rX "$(DESTDIR)$(LIBRARY)"
-	printf '%s\n' "$$LAUNCHER" > dist/launcher
-	install -m 755 dist/launcher "$(DESTDIR)$(PREFIX)/bin/waker"
+	install -d "$(DESTDIR)$(PREFIX)/bin"
+	install -m 755 dist/waker "$(DESTDIR)$(PREFIX)/bin/waker"
 
 install-systemd: install-program
 	install -d "$(DESTDIR)$(UNITS)"
@@ -72,8 +55,8 @@ install-procd: install-program
 	install -m 755 dist/waker.init "$(DESTDIR)/etc/init.d/waker"
 
 uninstall: ## removes all of that but the configuration
-	rm -rf "$(DESTDIR)$(LIBRARY)" "$(DESTDIR)$(PREFIX)/bin/waker"
-	rm -f "$(DESTDIR)$(UNITS)/waker.service" "$(DESTDIR)/etc/init.d/waker"
+	rm -f "$(DESTDIR)$(PREFIX)/bin/waker" "$(DESTDIR)$(UNITS)/waker.service" \
+		"$(DESTDIR)/etc/init.d/waker"
 	@echo "$(CONFIG) is left; it has your settings and keys."
 
 test: $(VENV)/done ## all tests; those that lack a program or root are skipped

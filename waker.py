@@ -42,6 +42,7 @@ import importlib.util
 import ipaddress
 import itertools
 import json
+import logging
 import math
 import os
 import queue
@@ -195,6 +196,11 @@ def plain_address(text: str) -> str:
     if "%" in text:
         raise ValueError
     return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def within(address: str, networks: Iterable[Network]) -> bool:
+    """Tell whether an address is in one of the networks."""
+    return any(ipaddress.ip_address(address) in network for network in networks)
 
 
 class Listen(NamedTuple):
@@ -1553,8 +1559,7 @@ class Unlocker:
         command = sys.executable, str(program.resolve()), "unlock"
         self._command = (*command, "--seconds", str(config.unlock_seconds))
         self._seconds = config.unlock_seconds
-        ours = ("WAKER_", "NOTIFY_SOCKET", "WATCHDOG_")
-        others = {n: v for n, v in environment.items() if not n.startswith(ours)}
+        others = {n: v for n, v in environment.items() if not n.startswith("WAKER_")}
         self._environment = others | config.machine.settings()  # the PIN is not in it
         self._busy = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
@@ -1614,13 +1619,11 @@ class Unlocker:
 
 
 # ---- Log -----------------------------------------------------------------------------
-# One line per event that matters, on standard error; fail2ban can read it.
+# A line per event that matters, on standard error; fail2ban can read it. No line has a
+# PIN, a passphrase, a token, or text of an error that might quote one.
 
-ERROR: Final = 3  # syslog's levels, for journald
-WARNING: Final = 4
-NOTICE: Final = 5
-
-LINE: Final = 1000  # characters; a pipe with any room at all takes that without a wait
+LINE: Final = 1000  # characters; a pipe that has any room takes that many at once
+LOG: Final = logging.getLogger("waker")
 
 
 def printable(text: str) -> str:
@@ -1628,34 +1631,21 @@ def printable(text: str) -> str:
     return re.sub("[^ -~]", lambda odd: ascii(odd[0])[1:-1], text)
 
 
-class Log:
-    """Writes whole lines of printable ASCII, whatever a client sent.
+class LogHandler(logging.Handler):
+    """Writes each event as one line of printable ASCII to standard error.
 
-    It waits for no reader of a pipe or socket; a terminal that is held (^S) holds us.
+    A line is dropped where it would have to wait: a log that nobody reads must not stop
+    the daemon. O_NONBLOCK would do as much, but also at the other end of the pipe.
     """
 
-    def __init__(self, descriptor: int | None, *, journald: bool = False) -> None:
-        self._descriptor = descriptor
-        self._journald = journald
-        self._lock = threading.Lock()
-        self._lost = 0  # lines for which there was no room
-
-    def event(self, text: str, client: str = "", level: int = NOTICE) -> None:
-        """Write one line, the client's address first; or else count it as lost."""
-        if self._descriptor is None:
-            return
-        line = printable((f"ip={client} {text}" if client else text)[:LINE])[:LINE]
-        with self._lock:
-            lines = [f"{self._lost} lines are lost"] * (self._lost > 0) + [line]
-            prefix = f"<{level}>" if self._journald else ""
-            data = "".join(f"{prefix}{line}\n" for line in lines).encode()
-            room = select.poll()
-            room.register(self._descriptor, select.POLLOUT)
-            try:
-                written = room.poll(0) and os.write(self._descriptor, data)
-            except OSError:  # a broken log must not stop the rest
-                written = 0
-            self._lost = 0 if written else self._lost + 1
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the line."""
+        line = printable(record.getMessage())[:LINE] + "\n"
+        room = select.poll()
+        room.register(2, select.POLLOUT)
+        with contextlib.suppress(OSError):  # nor must a log that is broken
+            if room.poll(0):
+                os.write(2, line.encode())
 
 
 def describe_bug(error: BaseException) -> str:
@@ -1667,47 +1657,6 @@ def describe_bug(error: BaseException) -> str:
         return f"bug: {type(error).__name__}"
     file = Path(place.tb_frame.f_code.co_filename).name
     return f"bug: {type(error).__name__} in line {place.tb_lineno} of {file}"
-
-
-# ---- Supervision ---------------------------------------------------------------------
-# systemd waits until we are ready, and restarts us when we hang.
-
-
-class Supervisor:
-    """Who started us, if it wants to hear of us. Source: sd_notify(3)."""
-
-    def __init__(self, environment: Mapping[str, str], log: Log) -> None:
-        self._address = environment.get("NOTIFY_SOCKET", "")
-        self._log = log
-        self._interval = math.inf
-        ours = environment.get("WATCHDOG_PID") in (None, str(os.getpid()))
-        microseconds = environment.get("WATCHDOG_USEC", "")
-        if ours and re.fullmatch("[1-9][0-9]{5,11}", microseconds):  # 0.1 s to 11 days
-            self._interval = int(microseconds) / 2e6  # twice before we count as hung
-        self.due = math.inf  # monotonic seconds: when it is to hear of us next
-
-    def tell(self, state: str, seconds: float = 0) -> None:
-        """Tell it one of: READY=1, WATCHDOG=1, STOPPING=1; wait so long for its ear."""
-        if not self._address:
-            return
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-                sender.settimeout(seconds)
-                sender.sendto(state.encode(), re.sub("^@", "\0", self._address))
-        except OSError as error:
-            text = f"NOTIFY_SOCKET {self._address}: {error.strerror or 'timed out'}"
-            self._log.event(text, level=ERROR)
-
-    def ready(self, now: float) -> None:
-        """Tell it that we serve from now on."""
-        self.tell("READY=1", 10)  # there is nobody to serve before it has heard that
-        self.due = now + self._interval
-
-    def live(self, now: float) -> None:
-        """Tell it that we live, if that is due."""
-        if now >= self.due:
-            self.tell("WATCHDOG=1")
-            self.due = now + self._interval
 
 
 # ---- Starting ------------------------------------------------------------------------
@@ -1757,13 +1706,10 @@ class Job:
 class Starter:
     """Runs one start at a time; tells how far it is, or how the last one ended."""
 
-    def __init__(
-        self, config: Config, watcher: Watcher, unlocker: Unlocker, log: Log
-    ) -> None:
+    def __init__(self, config: Config, watcher: Watcher, unlocker: Unlocker) -> None:
         self._config = config
         self._watcher = watcher
         self._unlocker = unlocker
-        self._log = log
         self._lock = threading.Lock()
         self._job: Job | None = None  # the running one, or the last
 
@@ -1771,7 +1717,7 @@ class Starter:
         """Tell how far it is; the log, only what is new."""
         known, job.start = job.start, job.start._replace(phase=phase, message=message)
         if known != job.start:
-            self._log.event(f"start: {phase}: {message}")
+            LOG.info("start: %s: %s", phase, message)
 
     def _go_on(self, pause: float, *, sent: bool) -> None:
         """Wait, unless the start is cancelled."""
@@ -1868,7 +1814,7 @@ class Starter:
         except Exception as error:  # noqa: BLE001 - nobody else would tell of a bug
             phase = "failed"
             message = f"{describe_bug(error)}. The passphrase may have been sent."
-        self._log.event(f"start: {phase}: {message}")
+        LOG.info("start: %s: %s", phase, message)
         with self._lock:  # who reads that it has ended may begin the next one
             job.start = Start(phase, message, job.start.began, time.monotonic())
             self._unlocker.release()
@@ -1922,8 +1868,6 @@ class App(NamedTuple):
     config: Config
     page: Response
     icon: Response
-    log: Log
-    supervisor: Supervisor
     attempts: Attempts
     tokens: Tokens
     watcher: Watcher
@@ -1980,7 +1924,7 @@ def post_auth(app: App, request: Request) -> Response:
     app.attempts.count(request.client, request.now)
     if not app.config.pin.matches(text_member(request, "pin")):
         raise Fault(401, "Wrong PIN", ("WWW-Authenticate", "Bearer"))
-    app.log.event("PIN accepted", request.client)
+    LOG.info("ip=%s PIN accepted", request.client)
     token = app.tokens.issue(request.now)
     return reply({"token": token, "expires_in": TOKEN_SECONDS})
 
@@ -1999,7 +1943,7 @@ def post_wol(app: App, request: Request) -> Response:
     """Send the magic packet."""
     take_time(request)
     message = wake(app.config)
-    app.log.event(message, request.client)
+    LOG.info("ip=%s %s", request.client, message)
     return reply({"success": True, "message": message})
 
 
@@ -2025,14 +1969,14 @@ def post_unlock(app: App, request: Request) -> Response:
         raise Fault(400, outcome.message)
     if outcome.outcome != "unlocked":
         raise Fault(500, f"Failed to unlock: {outcome.message}")
-    app.log.event(outcome.message, request.client)
+    LOG.info("ip=%s %s", request.client, outcome.message)
     return reply({"success": True, "message": outcome.message})
 
 
 def post_start(app: App, request: Request) -> Response:
     """Begin to wake and unlock the machine; the status tells how it goes."""
     passphrase = take_passphrase(request)
-    app.log.event("wants a start", request.client)
+    LOG.info("ip=%s wants a start", request.client)
     app.starter.begin(passphrase, request.now)
     return reply({"success": True, "message": "Started; the status tells how it goes"})
 
@@ -2040,7 +1984,7 @@ def post_start(app: App, request: Request) -> Response:
 def delete_start(app: App, request: Request) -> Response:
     """Cancel the start."""
     take_time(request)
-    app.log.event("wants the start cancelled", request.client)
+    LOG.info("ip=%s wants the start cancelled", request.client)
     message = app.starter.cancel()
     return reply({"success": True, "message": message})
 
@@ -2088,8 +2032,12 @@ def dispatch(app: App, request: Request) -> Response:
 
 
 def refuse(app: App, fault: Fault, what: str, client: str) -> Response:
-    """Log what is refused and why, and make the answer."""
-    app.log.event(f"refused {what}: {fault.status} {fault}", client, WARNING)
+    """Log what is refused and why, and make the answer.
+
+    A trusted proxy is not named: to ban it, as fail2ban might, would ban everybody.
+    """
+    whose = "" if within(client, app.config.proxies) else f"ip={client} "
+    LOG.warning("%srefused %s: %d %s", whose, what, fault.status, fault)
     return refusal(fault)
 
 
@@ -2202,11 +2150,6 @@ def expects_continue(data: bytes) -> bool:
     return line.endswith(b"1.1") and expected.lower() == "100-continue"
 
 
-def within(client: str, networks: Sequence[Network]) -> bool:
-    """Tell whether an address is in one of the networks."""
-    return any(ipaddress.ip_address(client) in network for network in networks)
-
-
 def find_client(peer: str, forwarded: str, proxies: Sequence[Network]) -> str:
     """Tell who asks: the last one who is no proxy that we trust.
 
@@ -2272,7 +2215,7 @@ def respond(app: App, data: bytes, peer: str, now: float, *, patient: bool) -> b
     except Fault as fault:
         response = refuse(app, fault, what, client)
     except Exception as error:  # noqa: BLE001 - no bug may take the daemon down
-        app.log.event(describe_bug(error), client, ERROR)
+        LOG.error("ip=%s %s", client, describe_bug(error))
         response = refusal(Fault(500, "Internal error; the log tells where"))
     return serialize(response, head_only=data.startswith(b"HEAD "))
 
@@ -2634,8 +2577,7 @@ class Server:
         """Listen no more, and let all go but those whose answer takes time."""
         self._stops += len(stop.recv(16))
         if self._tcp.fileno() >= 0:
-            self._app.log.event("stopping")
-            self._app.supervisor.tell("STOPPING=1")
+            LOG.info("stopping")
             self._selector.unregister(self._tcp)
             self._tcp.close()
             for connection in list(self._waiting):
@@ -2644,21 +2586,16 @@ class Server:
     def _turn(self) -> None:
         """Wait for something to happen, or for somebody's time to be over."""
         first = next(iter(self._waiting), None)
-        until = min(first.ends if first else math.inf, self._app.supervisor.due)
-        patience = None if until == math.inf else max(until - time.monotonic(), 0)
+        patience = max(first.ends - time.monotonic(), 0) if first else None
         for key, _ in self._selector.select(patience):
             key.data()
         now = time.monotonic()
-        self._app.supervisor.live(now)
         for connection in list(itertools.islice(self._waiting, AT_ONCE)):
             if connection.ends <= now:
                 self._give_up(connection)
 
     def run(self, stop: socket.socket) -> None:
-        """Serve until a byte comes from `stop`; then wait for the workers, or another.
-
-        An idle server wakes up for its supervisor alone.
-        """
+        """Serve until a byte comes from `stop`; then wait for workers, or another."""
         for tcp, happened in (
             (self._tcp, self._accept),
             (self._bell, self._take_answers),
@@ -2669,7 +2606,7 @@ class Server:
             try:
                 self._turn()
             except Exception as error:  # noqa: BLE001 - nor must one of ours
-                self._app.log.event(describe_bug(error), level=ERROR)
+                LOG.error("%s", describe_bug(error))
 
     def close(self) -> None:
         """Let go of everything."""
@@ -2855,9 +2792,7 @@ def check(config: Config) -> Iterator[Finding]:
 EX_CONFIG: Final = 78  # sysexits.h; the unit does not start it again after that
 
 
-def make_app(
-    config: Config, environment: Mapping[str, str], log: Log, program: Path
-) -> App:
+def make_app(config: Config, environment: Mapping[str, str], program: Path) -> App:
     """Put the parts together; `program` is what unlocks, so it is this one.
 
     Raises: ConfigError for a page that is not right.
@@ -2873,13 +2808,11 @@ def make_app(
         config=config,
         page=page,
         icon=icon,
-        log=log,
-        supervisor=Supervisor(environment, log),
         attempts=Attempts(),
         tokens=Tokens(),
         watcher=watcher,
         unlocker=unlocker,
-        starter=Starter(config, watcher, unlocker, log),
+        starter=Starter(config, watcher, unlocker),
     )
 
 
@@ -2922,16 +2855,6 @@ def why_not_listening(where: Listen, error: OSError) -> str:
     return f"WAKER_LISTEN {where}: {os.strerror(code)}{remedies.get(code, '')}"
 
 
-def warn(config: Config, log: Log) -> None:
-    """Tell at the start what will be in the way of an unlock."""
-    if not config.machine.host_keys:
-        text = "WAKER_SSH_HOST_KEY is not set: waker will refuse to unlock"
-        log.event(text, level=WARNING)
-    if not importlib.util.find_spec("paramiko"):  # to import it would cost 20 MB
-        text = f"paramiko is missing: waker cannot unlock; {PARAMIKO_REMEDY}"
-        log.event(text, level=WARNING)
-
-
 def serve(app: App, tls: "ssl.SSLContext | None" = None) -> int:
     """Run until SIGTERM or ^C; what takes time and was asked for is still answered.
 
@@ -2949,14 +2872,16 @@ def serve(app: App, tls: "ssl.SSLContext | None" = None) -> int:
         try:
             tcp = listen(app.config.listen)
         except OSError as error:
-            app.log.event(why_not_listening(app.config.listen, error), level=ERROR)
+            LOG.error(why_not_listening(app.config.listen, error))
             return 1
         server = stack.enter_context(contextlib.closing(Server(app, tcp, tls)))
         stack.callback(app.starter.stop)
         host, port = tcp.getsockname()[:2]
-        app.log.event(f"waker {__version__} listens on {Listen(str(host), int(port))}")
-        warn(app.config, app.log)
-        app.supervisor.ready(time.monotonic())
+        LOG.info("waker %s listens on %s", __version__, Listen(str(host), int(port)))
+        if not app.config.machine.host_keys:
+            LOG.warning("WAKER_SSH_HOST_KEY is not set: waker will refuse to unlock")
+        if not importlib.util.find_spec("paramiko"):  # to import it would cost 20 MB
+            LOG.warning("paramiko is missing: waker cannot unlock; %s", PARAMIKO_REMEDY)
         server.run(stop)
         signal.set_wakeup_fd(-1)
     return 0
@@ -3050,12 +2975,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def journald_reads(environment: Mapping[str, str]) -> bool:
-    """Tell whether standard error goes to journald. Source: systemd.exec(5)."""
-    about = os.fstat(2)
-    return environment.get("JOURNAL_STREAM") == f"{about.st_dev}:{about.st_ino}"
-
-
 def forbid_core_dumps() -> None:
     """Keep secrets in memory, should we crash.
 
@@ -3069,14 +2988,17 @@ def forbid_core_dumps() -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run a command, the program's name before it; the result is the exit status."""
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # it takes the place of a closed standard stream, which a socket would
+    os.close(spare)
     arguments = parse_arguments(argv[1:])
     forbid_core_dumps()
     warnings.simplefilter("ignore")  # paramiko's, of what cryptography will drop
     if arguments.command == "check":
         for number in (signal.SIGINT, signal.SIGPIPE):  # to end quietly is enough
             signal.signal(number, signal.SIG_DFL)
-    journald = bool(sys.stderr) and journald_reads(os.environ)
-    log = Log(2 if sys.stderr else None, journald=journald)
+    LOG.setLevel(logging.INFO)
+    LOG.addHandler(LogHandler())
     try:
         file = arguments.env_file
         values = read_env_file(file) if file else {}
@@ -3088,14 +3010,14 @@ def main(argv: Sequence[str]) -> int:
             os._exit(outcome.outcome != "unlocked")  # paramiko's timers would take 15 s
         credentials = os.environ.get("CREDENTIALS_DIRECTORY", "")
         config = read_config(Reader(values), folder, credentials)
-        app, tls = make_app(config, os.environ, log, Path(argv[0])), make_tls(config)
+        app, tls = make_app(config, os.environ, Path(argv[0])), make_tls(config)
     except ConfigError as error:
         faults = str(error).splitlines()
         if arguments.command == "check":
             print_table([Finding("configuration", fault, WRONG) for fault in faults])
         else:
             for fault in faults:
-                log.event(fault, level=ERROR)
+                LOG.error(fault)
         return EX_CONFIG
     if arguments.command == "check":
         right = Finding("configuration", "every value is right")

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import logging
 import os
 import resource
 import shutil
@@ -43,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "waker", max_examples=examples, deadline=None, database=None
     )
     hypothesis.settings.load_profile("waker")
+    waker.LOG.propagate = False  # what a daemon in this process logs is not looked at
+    waker.LOG.addHandler(logging.NullHandler())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -160,8 +163,8 @@ class Client:
 def new_app(
     config: waker.Config, environment: Mapping[str, str] = os.environ
 ) -> waker.App:
-    """Put the daemon's parts together, without a log."""
-    return waker.make_app(config, environment, waker.Log(None), Path(PROGRAM))
+    """Put the daemon's parts together."""
+    return waker.make_app(config, environment, Path(PROGRAM))
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ Run as a program it adds the daemon, and tells how to use both:
 """
 
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -320,7 +321,9 @@ def main() -> int:
         print(f"passphrase  {passphrase}")
         print("End with ^C. What follows is the daemon's log.", flush=True)
         program = Path(waker.__file__)
-        app = waker.make_app(config, os.environ, waker.Log(2), program)
+        waker.LOG.setLevel(logging.INFO)
+        waker.LOG.addHandler(waker.LogHandler())
+        app = waker.make_app(config, os.environ, program)
         status = waker.serve(app)
         machine.close()
     return status

@@ -297,23 +297,20 @@ def test_the_log_has_a_line_for_every_event_that_matters(
     )
 
 
-def test_the_journal_gets_levels(tmp_path: Path) -> None:
-    with (tmp_path / "log").open("w+") as file:
-        about = os.fstat(file.fileno())
-        stream = f"{about.st_dev}:{about.st_ino}"
-        for journal, prefix in ((stream, "<3>WAKER_"), ("1:2", "WAKER_")):
-            file.seek(0)
-            file.truncate()
-            subprocess.run(
-                [sys.executable, waker.__file__],
-                env={"JOURNAL_STREAM": journal},
-                stderr=file,
-                check=False,
-            )
-            file.seek(0)
-            lines = file.read().splitlines()
-            assert len(lines) == 3
-            assert all(line.startswith(prefix) for line in lines)
+def test_the_log_never_names_a_trusted_proxy(lab: Homelab) -> None:
+    """Or who bans the addresses in it would ban everybody behind the proxy."""
+    with daemon(lab.settings() | {"WAKER_TRUSTED_PROXY": "127.0.0.1"}) as started:
+        client = started.client
+        client.raw(b"nonsense\r\n\r\n")
+        for fields in ({}, {"X-Forwarded-For": "192.0.2.1"}):
+            client.call("POST", "/api/auth", {"pin": "wrong-pin"}, fields)
+        assert started.stop() == 0
+    assert started.log[1:] == [
+        "refused a request: 400 The request line must be METHOD TARGET HTTP/1.1",
+        "refused POST /api/auth: 401 Wrong PIN",
+        "ip=192.0.2.1 refused POST /api/auth: 401 Wrong PIN",
+        "stopping",
+    ]
 
 
 @pytest.mark.parametrize(

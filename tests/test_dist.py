@@ -26,19 +26,17 @@ def test_it_is_the_source_with_the_page_inside_every_time(tmp_path: Path) -> Non
         assert made == SOURCE.replace(line, line + PAGE, 1)
 
 
-@pytest.mark.parametrize("how", ["alone", "by a symlink", "installed"])
+@pytest.mark.parametrize("how", ["alone", "by a symlink"])
 def test_it_serves_the_page_and_unlocks_without_any_other_file(
     how: str, lab: Homelab, config: waker.Config, tmp_path: Path
 ) -> None:
-    make(tmp_path / "made", "install-program", f"PREFIX={tmp_path}")
+    make(tmp_path / "made", "dist")
     folder = tmp_path / "alone"
     folder.mkdir()
     program = (tmp_path / "made" / "dist" / "waker").rename(folder / "waker")
     if how == "by a symlink":
         program = tmp_path / "waker"
         program.symlink_to("alone/waker")
-    elif how == "installed":
-        program = tmp_path / "bin" / "waker"
     assert program.stat().st_mode & 0o777 == 0o755
     with daemon(lab.settings(), program=(sys.executable, str(program))) as started:
         client = started.client.log_in()

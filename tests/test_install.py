@@ -1,6 +1,5 @@
 """`make install`: what is put where, and what is never touched."""
 
-import os
 import subprocess
 from pathlib import Path
 
@@ -19,7 +18,7 @@ def install(folder: Path, *variables: str) -> dict[str, tuple[str, str]]:
     return {
         str(path.relative_to(root)): (oct(path.stat().st_mode), path.read_text())
         for path in root.rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
+        if path.is_file()
     }
 
 
@@ -30,7 +29,6 @@ def install(folder: Path, *variables: str) -> dict[str, tuple[str, str]]:
             ["INIT=systemd"],
             {
                 "usr/local/bin/waker": "0o100755",
-                "usr/local/lib/waker/waker.py": "0o100644",
                 "usr/local/lib/systemd/system/waker.service": "0o100644",
                 "etc/waker/waker.env": "0o100600",
             },
@@ -39,7 +37,6 @@ def install(folder: Path, *variables: str) -> dict[str, tuple[str, str]]:
             ["INIT=systemd", "PREFIX=/usr"],
             {
                 "usr/bin/waker": "0o100755",
-                "usr/lib/waker/waker.py": "0o100644",
                 "usr/lib/systemd/system/waker.service": "0o100644",
                 "etc/waker/waker.env": "0o100600",
             },
@@ -48,7 +45,6 @@ def install(folder: Path, *variables: str) -> dict[str, tuple[str, str]]:
             ["INIT=procd"],
             {
                 "usr/bin/waker": "0o100755",
-                "usr/lib/waker/waker.py": "0o100644",
                 "etc/init.d/waker": "0o100755",
                 "etc/waker/waker.env": "0o100600",
             },
@@ -65,30 +61,6 @@ def test_each_file_has_its_conventional_place_and_mode(
     for name, (_, text) in files.items():
         if name.endswith((".service", "init.d/waker")):
             assert f" /{program} --env-file " in text.replace("=", " ")
-
-
-def test_what_is_installed_starts_from_its_bytecode_until_it_is_changed(
-    tmp_path: Path,
-) -> None:
-    mask = os.umask(0o077)
-    make(tmp_path, "install-program", f"PREFIX={tmp_path}")
-    os.umask(mask)
-    for path in (tmp_path / "lib" / "waker").rglob("*"):  # for the service's user
-        assert path.stat().st_mode & 0o044 == 0o044
-    source = tmp_path / "lib" / "waker" / "waker.py"
-    times = source.stat().st_atime_ns, source.stat().st_mtime_ns
-
-    def version() -> str:
-        command = [str(tmp_path / "bin" / "waker"), "--version"]
-        return subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, check=True
-        ).stdout
-
-    source.write_text(source.read_text().replace(f'"{waker.__version__}"', '"7.7.7"'))
-    os.utime(source, ns=times)
-    assert version() == f"waker {waker.__version__}\n"
-    os.utime(source, (1, 1))
-    assert version() == "waker 7.7.7\n"
 
 
 def test_a_place_that_begins_nowhere_is_refused(tmp_path: Path) -> None:

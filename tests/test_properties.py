@@ -5,6 +5,7 @@
 
 import ipaddress
 import json
+import logging
 import os
 import re
 import string
@@ -198,9 +199,13 @@ def test_an_env_file_is_read_or_its_lines_are_named(
 
 @given(st.text(), st.integers(0, 3))
 def test_a_line_of_the_log_is_one_line_of_printable_ascii(text: str, size: int) -> None:
-    reader, writer = os.pipe()
+    record = logging.LogRecord("", 0, "", 0, "ip=%s %s", (PEER, text * 10**size), None)
+    kept, (reader, writer) = os.dup(2), os.pipe()
+    os.dup2(writer, 2)
+    waker.LogHandler().emit(record)
+    os.dup2(kept, 2)
+    for descriptor in (kept, writer):
+        os.close(descriptor)
     with os.fdopen(reader, "rb") as told:
-        waker.Log(writer).event(text * 10**size, "192.0.2.1")
-        os.close(writer)
         assert re.fullmatch(rb"ip=192\.0\.2\.1 [ -~]*\n", line := told.read())
     assert len(line) <= waker.LINE + 1

@@ -101,7 +101,9 @@ def test_nothing_at_module_level_can_change() -> None:
     values = [n for n in TREE.body if isinstance(n, ast.AnnAssign | ast.Assign)]
     calls = [n for value in values for n in ast.walk(value) if isinstance(n, ast.Call)]
     made_by = {ast.unparse(call.func) for call in calls}
-    assert made_by == {"TypeVar", "Setting", "Dialect", "Route", "re.compile"}
+    assert made_by == {
+        *("TypeVar", "Setting", "Dialect", "Route", "re.compile", "logging.getLogger")
+    }
     for kind in CLASSES:
         for statement in kind.body:  # nor a value that all of a kind share
             assert not isinstance(statement, ast.Assign), kind.name
@@ -132,7 +134,7 @@ def test_each_section_begins_with_its_law() -> None:
 def test_there_is_no_magic() -> None:
     for kind in CLASSES:
         bases = {ast.unparse(base) for base in kind.bases}
-        assert bases <= {"NamedTuple", "Exception"}, kind.name
+        assert bases <= {"NamedTuple", "Exception", "logging.Handler"}, kind.name
         assert not kind.keywords
         assert not kind.decorator_list
     for function in FUNCTIONS:
@@ -148,7 +150,6 @@ def test_only_these_touch_the_network() -> None:
     assert users(opened) == {
         *("resolve", "ask_interface", "find_way", "send_magic_packet"),  # Waking
         "open_tcp",  # Watching, and Unlocking
-        "Supervisor",
         "listen",
     }
 
@@ -156,7 +157,7 @@ def test_only_these_touch_the_network() -> None:
 def test_only_what_waits_reads_the_clock() -> None:
     assert users(r"\btime\.(?!sleep|strftime|gmtime)\w+\(") == {
         *("knock", "Watcher", "Run", "outwait", "watch_it_go", "converse", "Starter"),
-        *("Server", "serve", "unlock_once"),
+        *("Server", "unlock_once"),
     }
 
 
@@ -165,7 +166,7 @@ def test_only_the_commands_touch_arguments_files_signals_and_the_environment() -
     for pattern in (r"sys\.argv\b", r"environ\b", r"getenv", r"signal\.", r"sys\.std"):
         found = {name for name in users(pattern) if f"def {name}(" not in commands}
         assert found <= {"if __name__ == '__main__':\n    sys.exit(main(sys.argv))"}
-    files = {"file_fault", "read_env_file", "read_page", "load_key"}
+    files = {"file_fault", "read_env_file", "read_page", "load_key", "main"}
     opened = r"(?<!tls)\.open\(|(?<![.\w])(?<!def )open\(|\b(read|write)_(text|bytes)\("
     assert users(opened + r"|key_file\(") == files
     assert users(r"subprocess\.\w+\(|os\.(system|exec|spawn|fork)") == {"Unlocker"}

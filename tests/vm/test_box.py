@@ -224,8 +224,6 @@ def see_a_session(box: Box, owner: Owner, machine: Homelab) -> None:
     lines = box.journal()
     assert sum(line.startswith(f"ip={ROUTER} PIN accepted") for line in lines) == 1
     assert not any(secret in line for line in lines for secret in (PIN, PASSPHRASE))
-    levels = box.run("journalctl --unit=waker --output=json --output-fields=PRIORITY")
-    assert '"PRIORITY":"5"' in levels
 
 
 def see_it_start_again(box: Box, owner: Owner, signal: str, seconds: float) -> None:
@@ -297,7 +295,6 @@ def test_it_is_a_service_of_a_booted_systemd(
     owner = Owner(Client(8080, host=ADDRESS), box.lan.router)
     see_a_session(box, owner, machine)
     see_it_start_again(box, owner, "SEGV", 20)
-    see_it_start_again(box, owner, "STOP", 60)
     see_it_stop(box)
     see_https(box, settings, tmp_path)
     box.settle(settings)
