@@ -33,8 +33,8 @@ The laws of this file:
 import argparse
 import base64
 import contextlib
+import enum
 import errno
-import fcntl
 import functools
 import hashlib
 import hmac
@@ -52,7 +52,6 @@ import select
 import selectors
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -188,9 +187,10 @@ class HostKey(NamedTuple):
 
 
 def plain_address(text: str) -> str:
-    """Read an address; an IPv4 one is without IPv6's clothes then. Raises: ValueError.
+    """Read an IP address; an IPv4-mapped IPv6 address counts as IPv4.
 
-    It has no scope (`%eth0`): that would be another machine's, and might be any text.
+    A scope such as `%eth0` is refused: in X-Forwarded-For it could be any text.
+    Raises: ValueError.
     """
     address = ipaddress.ip_address(text)
     if "%" in text:
@@ -407,7 +407,7 @@ class Setting(NamedTuple):
 SETTINGS: Final = (
     Setting("WAKER_PIN", "8 to 128 characters"),
     Setting("WAKER_HOMELAB_MAC", "six hex pairs, such as 52:54:00:12:34:56"),
-    Setting("WAKER_HOMELAB_HOST", "an address or name, such as 192.168.1.20"),
+    Setting("WAKER_HOMELAB_HOST", "an IP address, such as 192.168.1.20"),
     Setting("WAKER_HOMELAB_NAME", "a name for people, of at most 64 characters"),
     Setting("WAKER_HOMELAB_BROADCAST", "an IPv4 address", "255.255.255.255"),
     Setting("WAKER_INITRD", "cryptroot or systemd", "cryptroot"),
@@ -571,7 +571,7 @@ def read_machine(reader: Reader, folder: Path, credentials: str = "") -> Machine
     machine = Machine(
         host=reader.take(
             "WAKER_HOMELAB_HOST",
-            matching(r"\w[\w.-]{0,252}|[0-9A-Fa-f:.]+(%[\w.-]+)?"),
+            plain_address,
         ),
         dialect=reader.take("WAKER_INITRD", parse_dialect),
         initrd_port=reader.take("WAKER_INITRD_SSH_PORT", parse_port),
@@ -792,10 +792,6 @@ class Attempts:
 # One magic packet, by the interface that leads to the machine.
 
 LIMITED_BROADCAST: Final = "255.255.255.255"
-SIOCGIFADDR: Final = 0x8915  # ask for an interface's IPv4 address; linux/sockios.h
-SIOCGIFNETMASK: Final = 0x891B  # and for the mask of its network
-
-Address = tuple[str | int, ...]  # as the socket module has it: host and port first
 
 
 def magic_packet(mac: Mac) -> bytes:
@@ -803,256 +799,170 @@ def magic_packet(mac: Mac) -> bytes:
     return b"\xff" * 6 + mac.octets * 16
 
 
-def resolve(
-    host: str, port: int, family: int = socket.AF_UNSPEC
-) -> list[tuple[int, Address]]:
-    """Look a host up: family and address of each. Raises: OSError."""
-    # As bytes, a name needs no idna codec, which OpenWrt keeps in another package.
-    found = socket.getaddrinfo(host.encode(), port, family, socket.SOCK_STREAM)
-    return [(row[0], cast("Address", row[4])) for row in found]
+def find_source(config: Config, *, on_link: bool = False) -> str:
+    """Tell from which of our addresses the magic packet leaves.
 
-
-def ask_interface(request: int, name: str, address: str) -> str:
-    """Ask an interface for one of its addresses, or what goes with it. Raises: OSError.
-
-    It may have several; so the one that is meant is told. Source: netdevice(7), and
-    devinet_ioctl in net/ipv4/devinet.c.
+    By itself a limited broadcast takes the default route; here it takes the route to
+    the machine. With `on_link` no router may be on that route. Raises: OSError.
     """
-    asked = struct.pack(
-        "16sHH4s232x",
-        name.encode(),
-        socket.AF_INET,
-        0,
-        socket.inet_aton(address),
-    )
+    toward = config.broadcast
+    if toward == LIMITED_BROADCAST and ":" not in config.machine.host:
+        toward = config.machine.host
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-        return socket.inet_ntoa(fcntl.ioctl(udp, request, asked)[20:24])
-
-
-def interface_of(address: str) -> str:
-    """Name the interface that has an IPv4 address."""
-    for _, name in socket.if_nameindex():
-        with contextlib.suppress(OSError):  # it has no address
-            if ask_interface(SIOCGIFADDR, name, address) == address:
-                return name
-    return "interface unknown"
-
-
-class Way(NamedTuple):
-    """The way that a packet takes: from which of our addresses, by which interface."""
-
-    source: str
-    interface: str
-    toward: str  # the address to which the kernel has this way
-    doubt: str  # about that; mostly empty
-
-    def __str__(self) -> str:
-        return f"{self.source} ({self.interface}{self.doubt})"
-
-
-def find_way(config: Config) -> Way:
-    """Find the way for the magic packet. Raises: OSError.
-
-    A limited broadcast leaves by the default route unless the socket is bound to an
-    address; so it is to be the one from which the kernel would reach the machine.
-    """
-    toward, doubt = config.broadcast, ""
-    if toward == LIMITED_BROADCAST:
-        host = config.machine.host
-        try:
-            toward = str(resolve(host, 0, socket.AF_INET)[0][1][0])
-        except OSError:  # some names are known only while the machine is up
-            doubt = f"; a guess, as {host} has no known IPv4 address"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-        route.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
-        route.connect((toward, config.packet_port))
-        source = str(route.getsockname()[0])
-    return Way(source, interface_of(source), toward, doubt)
-
-
-def send_magic_packet(config: Config) -> Way:
-    """Send the packet three times, for UDP loses some. Raises: OSError."""
-    packet, way = magic_packet(config.mac), find_way(config)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-        sender.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
-        sender.bind((way.source, 0))
-        for _ in range(3):
-            sender.sendto(packet, (config.broadcast, config.packet_port))
-    return way
+        udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+        udp.setsockopt(socket.SOL_SOCKET, socket.SO_DONTROUTE, on_link)
+        udp.connect((toward, config.packet_port))
+        return str(udp.getsockname()[0])
 
 
 def wake(config: Config) -> str:
-    """Send the magic packet, and tell so. Raises: Fault 500."""
+    """Send the magic packet three times, because UDP loses some.
+
+    Returns the message that tells so. Raises: Fault 500.
+    """
+    packet = magic_packet(config.mac)
     try:
-        way = send_magic_packet(config)
+        source = find_source(config)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+            udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+            udp.bind((source, 0))
+            for _ in range(3):
+                udp.sendto(packet, (config.broadcast, config.packet_port))
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise Fault(500, f"Failed to send WOL packet: {reason}") from None
-    return f"Magic packet sent to {config.mac} via {way}"
+    return f"Magic packet sent to {config.mac} from {source}"
 
 
 # ---- Watching ------------------------------------------------------------------------
-# What is seen of the machine within a second, by connecting to its ports.
+# What is seen of the machine within a second, by connecting to its two ports. What was
+# not seen, because of a failure of our own, is not said.
 
 KNOCK_SECONDS: Final = 0.8  # for a port to answer: a LAN takes milliseconds
-LOOK_SECONDS: Final = 0.95  # for a look to end, even if the resolver hangs; then the
-STALE_SECONDS: Final = 5.0  # one before may do, if it is not older than this
-REUSE_SECONDS: Final = 1.0  # OpenSSH from 9.8 on shuts out who comes twice a second
+REUSE_SECONDS: Final = 1.0  # OpenSSH from 9.8 on shuts out who connects twice a second
 
 
-class Door(NamedTuple):
-    """What a TCP port did: it opened, it refused (so the machine lives), or nothing."""
+class Port(enum.Enum):
+    """What a TCP port did, in words for people."""
 
-    open: bool = False
-    answered: bool = False
-    ident: bytes = b""  # the SSH identification string, if one was waited for and came
+    OPEN = "is open"
+    CLOSED = "refuses connections"  # so the machine is there
+    SILENT = "does not answer"
+    UNSEEN = "could not be looked at"
 
 
 class Sight(NamedTuple):
-    """The machine as it was seen."""
+    """What the machine's two ports did."""
 
-    state: str = "off"
-    reachable: bool = False
-    initrd_ssh_open: bool = False
-    system_ssh_open: bool = False
+    initrd: Port
+    system: Port
+
+    def state(self) -> str:
+        """Tell in one word what the machine is doing."""
+        if self.system is Port.OPEN:
+            return "up"
+        if Port.UNSEEN in self:
+            return "unknown"
+        if self.initrd is Port.OPEN:
+            return "locked"
+        return "booting" if Port.CLOSED in self else "off"
+
+    def reachable(self) -> bool:
+        """Tell whether anything answered, if only by refusing a connection."""
+        return Port.OPEN in self or Port.CLOSED in self
+
+    def members(self) -> dict[str, object]:
+        """Write it as the status has it."""
+        return {
+            "state": self.state(),
+            "reachable": self.reachable(),
+            "initrd_ssh_open": self.initrd is Port.OPEN,
+            "system_ssh_open": self.system is Port.OPEN,
+        }
 
 
-def open_tcp(family: int, address: Address, seconds: float) -> socket.socket:
+def open_tcp(host: str, port: int, seconds: float) -> socket.socket:
     """Connect, each step within `seconds`. Raises: OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     tcp = socket.socket(family, socket.SOCK_STREAM)
     try:
         tcp.settimeout(seconds)
-        tcp.connect(address)
+        tcp.connect((host, port))
     except OSError:
         tcp.close()
         raise
     return tcp
 
 
-def knock(family: int, address: Address, *, wait_for_ident: bool) -> Door:
-    """Connect to a port and hang up."""
+def knock(host: str, port: int, *, read_ident: bool = False) -> tuple[Port, str]:
+    """Connect to a port and hang up, all within KNOCK_SECONDS.
+
+    Returns what the port did and, if wanted, its SSH identification: one line, empty if
+    none came in time.
+    """
     deadline = time.monotonic() + KNOCK_SECONDS
     try:
-        tcp = open_tcp(family, address, KNOCK_SECONDS)
+        tcp = open_tcp(host, port, KNOCK_SECONDS)
+    except (ConnectionRefusedError, ConnectionResetError):
+        return Port.CLOSED, ""
+    except TimeoutError:
+        return Port.SILENT, ""
     except OSError as error:
-        return Door(answered=isinstance(error, ConnectionRefusedError))
+        # Nobody answered ARP. Any other error keeps us from looking at all.
+        silent = error.errno == errno.EHOSTUNREACH
+        return (Port.SILENT if silent else Port.UNSEEN), ""
     ident = b""
-    # Too slow for its identification, or gone: the port was open all the same.
-    with tcp, contextlib.suppress(OSError):
-        while wait_for_ident and b"\n" not in ident and len(ident) < 255:
+    with tcp, contextlib.suppress(OSError):  # it is late, or gone; the port was open
+        while read_ident and b"\n" not in ident and len(ident) < 255:
             tcp.settimeout(max(deadline - time.monotonic(), 0.001))
             ident += tcp.recv(255) or b"\n"
-    return Door(open=True, answered=True, ident=ident)
-
-
-def judge(dialect: Dialect, initrd: Door, system: Door, *, shared: bool) -> Sight:
-    """Tell the state from what the two ports did; they may be one shared port.
-
-    Behind a shared one, dropbear is the initrd; OpenSSH is the system, where the initrd
-    is of a kind that has dropbear.
-    """
-    in_initrd, in_system, certain = initrd.open, system.open, True
-    if shared and initrd.open:
-        in_system = b"OpenSSH" in initrd.ident and dialect.name == "cryptroot"
-        in_initrd = not in_system
-        certain = in_system or b"dropbear" in initrd.ident
-    reachable = initrd.answered or system.answered
-    if in_system:
-        state = "up"
-    elif in_initrd:
-        state = "locked" if certain else "unknown"
-    else:
-        state = "booting" if reachable else "off"
-    return Sight(state, reachable, in_initrd, in_system)
-
-
-def find_doors(machine: Machine, *, wait_for_ident: bool) -> tuple[Door, Door]:
-    """Knock at both ports of all the machine's addresses at once.
-
-    Returns the initrd's door and the system's.
-    """
-    ports = {machine.initrd_port, machine.system_port}
-    doors = {port: [Door()] for port in ports}
-
-    def try_door(port: int, family: int, address: Address) -> None:
-        """Knock at one port of one address."""
-        address = (address[0], port, *address[2:])
-        doors[port].append(knock(family, address, wait_for_ident=wait_for_ident))
-
-    try:
-        rows = resolve(machine.host, 0)
-    except OSError:  # some names are known only while the machine is up
-        rows = []
-    threads = [
-        threading.Thread(target=try_door, args=(port, *row))
-        for port in ports
-        for row in rows
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    initrd, system = (
-        max(doors[port], key=lambda door: (door.open, door.answered, door.ident))
-        for port in (machine.initrd_port, machine.system_port)
-    )
-    return initrd, system
+    return Port.OPEN, ident.partition(b"\n")[0].decode("latin-1").strip()
 
 
 def look(machine: Machine) -> Sight:
-    """See what state the machine is in."""
-    shared = machine.initrd_port == machine.system_port
-    initrd, system = find_doors(machine, wait_for_ident=shared)
-    return judge(machine.dialect, initrd, system, shared=shared)
+    """Connect to both ports at once.
 
+    If they are one, the SSH identification tells them apart: dropbear is the initrd's,
+    any other is the system's.
+    """
+    if machine.initrd_port == machine.system_port:
+        port, ident = knock(machine.host, machine.system_port, read_ident=True)
+        if port is not Port.OPEN:
+            return Sight(port, port)
+        if not ident:
+            return Sight(Port.UNSEEN, Port.UNSEEN)
+        in_initrd = "dropbear" in ident
+        return Sight(*((port, Port.CLOSED) if in_initrd else (Port.CLOSED, port)))
+    seen = {machine.initrd_port: Port.UNSEEN, machine.system_port: Port.UNSEEN}
 
-class Look(NamedTuple):
-    """A look at the machine: when it was asked for, when it ended, and what it saw."""
+    def knock_at(port: int) -> None:
+        """Note what a port does."""
+        seen[port], _ = knock(machine.host, port)
 
-    asked: float  # monotonic seconds, and so is the end
-    ended: float
-    sight: Sight
+    other = threading.Thread(target=knock_at, args=(machine.system_port,))
+    with contextlib.suppress(RuntimeError):  # there is no thread: nothing is seen
+        other.start()
+        knock_at(machine.initrd_port)
+        other.join()
+    return Sight(*seen.values())
 
 
 class Watcher:
-    """Shares a look among all who ask while it lasts, and a little longer."""
+    """Takes one look at a time, and shares it with all who ask within a second."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._lock = threading.Lock()
-        self._last = Look(-math.inf, -math.inf, Sight())
-        self._over = threading.Event()
-        self._over.set()
-
-    def _look(self, now: float, over: threading.Event) -> None:
-        """Look, and tell all who wait for it that it is over."""
-        began = time.monotonic()
-        try:
-            sight = look(self._machine)
-            self._last = Look(now, now + time.monotonic() - began, sight)
-        finally:
-            over.set()
-
-    def known(self, now: float) -> Sight | None:
-        """Tell what a look saw that was not over then; or just was, and saw SSH."""
-        asked, ended, sight = self._last
-        is_open = sight.initrd_ssh_open or sight.system_ssh_open
-        fresh = is_open and now - asked < REUSE_SECONDS
-        return sight if fresh or now <= ended else None
+        self._began = -math.inf  # the last look; monotonic seconds
+        self._sight = Sight(Port.UNSEEN, Port.UNSEEN)
 
     def look(self, now: float) -> Sight:
-        """Tell what is seen, in less than a second."""
+        """Tell what is seen, at most a second old."""
         with self._lock:
-            if self._over.is_set() and not self.known(now):
-                over = threading.Event()
-                looking = threading.Thread(target=self._look, args=(now, over))
-                looking.daemon = True
-                looking.start()
-                self._over = over
-            over = self._over
-        over.wait(LOOK_SECONDS)
-        last = self._last
-        return last.sight if now - last.asked <= STALE_SECONDS else Sight()
+            if now >= self._began + REUSE_SECONDS:
+                self._sight = look(self._machine)
+                self._began = now
+            return self._sight
 
 
 # ---- Unlocking: how it may end -------------------------------------------------------
@@ -1151,29 +1061,23 @@ def tune(tcp: socket.socket) -> None:
 def dial(machine: Machine) -> socket.socket:
     """Connect to the initrd's port, and see that SSH is spoken there."""
     where = f"port {machine.initrd_port} of {machine.host}"
-    try:
-        rows = resolve(machine.host, machine.initrd_port)
-    except OSError as error:
-        reason = f"{machine.host} is unknown: {error.strerror}"
-        raise NotUnlocked(reason, "early") from None
-    reason = ""
-    for family, address in rows:
-        with contextlib.ExitStack() as closing:
-            try:
-                tcp = closing.enter_context(open_tcp(family, address, CONNECT_SECONDS))
-                ident = tcp.recv(255, socket.MSG_PEEK)
-            except ConnectionRefusedError:
-                reason = f"{where} refuses connections: the initrd's SSH is not there"
-            except TimeoutError:
-                reason = f"{where} did not answer within {CONNECT_SECONDS} s"
-            except OSError as error:
-                reason = f"{where} cannot be reached: {error.strerror}"
-            else:
-                if ident and b"SSH-".startswith(ident[:4]):
-                    tune(tcp)
-                    closing.pop_all()
-                    return tcp
-                reason = f"{where} does not speak SSH to us"
+    with contextlib.ExitStack() as closing:
+        try:
+            tcp = open_tcp(machine.host, machine.initrd_port, CONNECT_SECONDS)
+            closing.enter_context(tcp)
+            ident = tcp.recv(255, socket.MSG_PEEK)
+        except ConnectionRefusedError:
+            reason = f"{where} refuses connections: the initrd's SSH is not there"
+        except TimeoutError:
+            reason = f"{where} did not answer within {CONNECT_SECONDS} s"
+        except OSError as error:
+            reason = f"{where} cannot be reached: {error.strerror}"
+        else:
+            if ident and b"SSH-".startswith(ident[:4]):
+                tune(tcp)
+                closing.pop_all()
+                return tcp
+            reason = f"{where} does not speak SSH to us"
     raise NotUnlocked(reason, "early")
 
 
@@ -1300,13 +1204,13 @@ def connect(machine: Machine, progress: Progress) -> "paramiko.Transport":
 
 # ---- Unlocking: the conversation -----------------------------------------------------
 # The command is run, and heard as a sequence of events. A disk is answered once, after
-# it has asked. Where no verdict comes, the machine is looked at until there is one.
+# it has asked. If no verdict comes, nothing is asked again: the machine is looked at.
 
 ASK_SECONDS: Final = 60  # for the first disk to ask; an emulated machine took 30
 END_SECONDS: Final = 3  # for a command to end that told its verdict: it does at once
 NEXT_SECONDS: Final = 15  # for another disk to ask, after one was unlocked
-CONFIRM_SECONDS: Final = 45  # for a machine that was lost to be seen up: a usual boot
-PAUSE_SECONDS: Final = 2  # between two looks at it
+CONFIRM_SECONDS: Final = 45  # for the system to be seen up without a verdict: a boot
+PAUSE_SECONDS: Final = 2  # between two looks at it, for OpenSSH's sake
 MARGIN_SECONDS: Final = 5  # for the outcome to be told before we are killed
 OUTPUT_KEPT: Final = 65536  # characters; no initrd writes so many
 
@@ -1388,55 +1292,20 @@ class Run:
             self._channel.status_event.wait(max(deadline - time.monotonic(), 0))
 
 
-def outwait(
-    transport: "paramiko.Transport", dialect: Dialect, disk: str, deadline: float
-) -> str:
-    """Wait for the end of a slow key derivation, sending nothing more.
+def confirm(machine: Machine, before: Sight, deadline: float) -> str:
+    """Look what becomes of a machine that gave no verdict on the passphrase.
 
-    Returns opened, rejected, another (disk asks), or what went wrong.
+    Returns up, waiting or lost. Only a system's port that was seen closed before proves
+    by opening that the system is up: one that was silent may have been open.
     """
-    event, asking = "working", ""
-    while event in ("working", "idle", "ended") and time.monotonic() < deadline:
-        time.sleep(PAUSE_SECONDS)
-        event, asking = Run(transport, dialect).hear(deadline)
-    if event == "asks":
-        return "rejected" if asking == disk else "another"
-    return "opened" if event == "done" else event
-
-
-def ask_again(machine: Machine, progress: Progress, deadline: float) -> tuple[str, str]:
-    """Log in once more and hear what the initrd says, sending nothing."""
-    try:
-        transport = connect(machine, progress)
-    except NotUnlocked:
-        return "lost", ""
-    heard = Run(transport, machine.dialect).hear(deadline)
-    transport.close()
-    return heard
-
-
-def watch_it_go(
-    machine: Machine, disk: str, progress: Progress, before: Sight, deadline: float
-) -> str:
-    """Find out what became of a machine that was lost after a disk was answered.
-
-    Returns up, settled (no disk asks), dead, again (this one asks), another, or lost. A
-    port that was open before is no proof that the system is up.
-    """
-    told = {"done": "settled", "settled": "settled", "dead": "dead", "booted": "up"}
     deadline = min(deadline, time.monotonic() + CONFIRM_SECONDS)
-    while time.monotonic() < deadline:
+    while True:
         sight = look(machine)
-        if sight.initrd_ssh_open:
-            event, asking = ask_again(machine, progress, deadline)
-            if event == "asks":
-                return "again" if asking == disk else "another"
-            if event in told:
-                return told[event]
-        if sight.system_ssh_open and not before.system_ssh_open:
+        if before.system is Port.CLOSED and sight.system is Port.OPEN:
             return "up"
+        if time.monotonic() + PAUSE_SECONDS > deadline:
+            return "waiting" if sight.initrd is Port.OPEN else "lost"
         time.sleep(PAUSE_SECONDS)
-    return "lost"
 
 
 def why_not_asked(event: str) -> NotUnlocked:
@@ -1463,31 +1332,32 @@ def why_not_asked(event: str) -> NotUnlocked:
     return NotUnlocked(reason, outcomes.get(event, "early"))
 
 
-def conclude(event: str, disk: str, opened: Sequence[str], warning: str) -> Outcome:
-    """Tell what became of a disk that was answered, if it did not say it opened."""
+def conclude(event: str, why: str, disk: str, opened: Sequence[str]) -> Outcome:
+    """Tell what became of a disk that was answered, if it did not say it opened.
+
+    `why` tells why there is no verdict.
+    """
     others = f"; it did unlock {', '.join(opened)}" if opened else ""
-    lost = f"the connection was lost after disk {disk} was answered"
     if event == "rejected":
-        message = f"Wrong passphrase for disk {disk}{others}.{warning}"
+        message = f"Wrong passphrase for disk {disk}{others}."
         return Outcome("wrong", sent=True, message=message)
-    if event == "up":
-        message = f"The system is up, though {lost}."
-        return Outcome("unlocked", sent=True, message=message)
     if event == "settled":
         message = f"No disk asks any more, though no verdict on disk {disk} came."
         return Outcome("unlocked", sent=True, message=message)
-    reasons = {
-        "dead": "the initrd has given up on a disk, after too many wrong passphrases or"
-        " an error; if the machine does not come up, restart it",
-        "again": f"{lost}, and it asks again; try again",
-        "another": f"another disk asks now, and no verdict on {disk} came; try again",
-        "lost": f"not confirmed: {lost}, and the system was not seen up since; it may"
-        " be booting, or have lost its power",
+    if event == "up":
+        message = f"{why.capitalize()}; then the system's SSH answered."
+        return Outcome("unlocked", sent=True, message=message)
+    if event == "dead":
+        reason = "the initrd has given up on a disk, after too many wrong passphrases"
+        reason += " or an error; if the machine does not come up, restart it"
+        return Outcome.failed(reason + others, sent=True)
+    ends = {
+        "waiting": "The initrd still waits, so the passphrase was probably wrong",
+        "lost": "The system was not seen up since; it may be booting, or have lost its"
+        " power",
     }
-    reason = reasons.get(event, f"no verdict on disk {disk} came")
-    known = event in ("dead", "again", "another")
-    outcome = "failed" if known else "unconfirmed"
-    return Outcome.failed(reason + others, sent=True, outcome=outcome)
+    reason = f"not confirmed: {why}. {ends[event]}{others}"
+    return Outcome.failed(reason, sent=True, outcome="unconfirmed")
 
 
 def converse(
@@ -1498,7 +1368,6 @@ def converse(
     deadline: float,
 ) -> Outcome:
     """Answer every disk that asks, once, until none asks any more."""
-    before = look(machine)
     opened: list[str] = []
     run = Run(transport, machine.dialect)
     event, disk = run.hear(min(deadline, time.monotonic() + ASK_SECONDS))
@@ -1506,24 +1375,24 @@ def converse(
         raise why_not_asked(event)
     while event == "asks" and disk not in opened:
         progress.step("asked")
+        before = look(machine)
         progress.step("sent")
         event, named = run.hear(deadline, passphrase)
-        if event == "asks" and named == disk:
-            event = "rejected"
-        if event in ("working", "idle"):
-            event = outwait(transport, machine.dialect, disk, deadline)
-        if event == "lost":
-            event = watch_it_go(machine, disk, progress, before, deadline)
-        if event == "asks":  # for another disk: so this one is open
-            opened.append(disk)
-        elif event == "opened":
+        if event == "opened":
             opened.append(named or disk)
             run.wait_for_end()
             run = Run(transport, machine.dialect)
-            event, named = run.hear(min(deadline, time.monotonic() + NEXT_SECONDS))
-        else:
-            return conclude(event, named or disk, opened, machine.dialect.warning)
-        disk = named
+            event, disk = run.hear(min(deadline, time.monotonic() + NEXT_SECONDS))
+            continue
+        why = "the initrd gave no verdict after the passphrase was sent"
+        if event == "lost":
+            why = "the connection was lost after the passphrase was sent"
+        if event not in ("rejected", "settled", "dead"):
+            hang_up(transport)
+            event = confirm(machine, before, deadline)
+        outcome = conclude(event, why, named or disk, opened)
+        warning = machine.dialect.warning if event == "rejected" else ""
+        return outcome._replace(message=outcome.message + warning)
     return Outcome("unlocked", sent=True, message=f"Unlocked: {', '.join(opened)}.")
 
 
@@ -1666,8 +1535,7 @@ def describe_bug(error: BaseException) -> str:
 GLANCE_SECONDS: Final = 1  # between two looks at the machine
 RETRY_SECONDS: Final = 5  # between two unlocks, where nothing asked so far
 EARLY_SECONDS: Final = 120  # for which that is not given up
-GONE: Final = 2  # looks in a row that find a port closed: one might have been lost
-CANCEL_SECONDS: Final = 2  # for a start to end; only a look-up of a name takes more
+CANCEL_SECONDS: Final = 2  # for a start to end: a look takes most of a second
 KEPT_SECONDS: Final = 3600  # for which is told how the last start ended
 
 
@@ -1731,17 +1599,17 @@ class Starter:
             now = time.monotonic()
             sight = self._watcher.look(now)
             self._go_on(0, sent=False)
-            awake = awake or sight.reachable
-            if sight.system_ssh_open:
+            awake = awake or sight.reachable()
+            if sight.system is Port.OPEN:
                 raise Ended("done", f"The system is up already. {unsent}")
-            if sight.initrd_ssh_open:
+            if sight.initrd is Port.OPEN:
                 return
             if now > deadline:
                 reason = "did not wake: is it plugged in, and Wake-on-LAN switched on?"
                 if awake:
                     reason = "was awake, but the SSH of its initrd is not open."
                 raise Ended("failed", f"The machine {reason} {unsent}")
-            if sight.reachable:
+            if sight.reachable():
                 self._tell(
                     job, "waking", "The machine is awake; its initrd is not ready"
                 )
@@ -1772,20 +1640,11 @@ class Starter:
             self._go_on(RETRY_SECONDS, sent=False)
 
     def _watch(self, job: Job, outcome: Outcome, deadline: float) -> str:
-        """Wait for the system, after the disk is unlocked; tell what is seen.
-
-        Where one port serves both and does not tell which of them answers, most likely
-        it is the system that answers after the port was closed.
-        """
+        """Wait for the system, after the disk is unlocked; tell what is seen."""
         self._tell(job, "booting", outcome.message)
-        closed = 0
         while time.monotonic() < deadline:
-            sight = self._watcher.look(time.monotonic())
-            if sight.state == "up":
+            if self._watcher.look(time.monotonic()).system is Port.OPEN:
                 return "The system is up."
-            if sight.state == "unknown" and closed >= GONE:
-                return "SSH was gone and answers again, most likely the system's."
-            closed = 0 if sight.initrd_ssh_open else closed + 1
             self._go_on(GLANCE_SECONDS, sent=outcome.sent)
         raise Ended("failed", f"{outcome.message} The system was not seen up since.")
 
@@ -1931,12 +1790,10 @@ def post_auth(app: App, request: Request) -> Response:
 
 def get_status(app: App, request: Request) -> Response:
     """Tell what is seen of the machine."""
-    sight = app.watcher.known(request.now)
-    if not sight:
-        take_time(request)
-        sight = app.watcher.look(request.now)
+    take_time(request)
+    sight = app.watcher.look(request.now)
     start = app.starter.members(request.now)
-    return reply({"name": app.config.name} | sight._asdict() | {"start": start})
+    return reply({"name": app.config.name, **sight.members(), "start": start})
 
 
 def post_wol(app: App, request: Request) -> Response:
@@ -2666,44 +2523,29 @@ def check_key(machine: Machine) -> Finding:
     return Finding("SSH key", f"{key.get_name()} {fingerprint(key.asbytes())}")
 
 
-def check_address(machine: Machine) -> Finding:
-    """See whether the machine's name is known."""
-    try:
-        rows = resolve(machine.host, 0)
-    except OSError as error:
-        remedy = "have the name known while the machine is off, too, or use an address"
-        return Finding("address", f"{machine.host}: {error.strerror}; {remedy}", WRONG)
-    addresses = dict.fromkeys(str(address[0]) for _, address in rows)
-    return Finding("address", ", ".join(addresses))
-
-
 def check_packet(config: Config) -> Finding:
-    """See which way the magic packet would take, and whether that leads there."""
+    """See from where the magic packet would leave, and whether it would arrive."""
     try:
-        way = find_way(config)
+        source = find_source(config)
     except OSError as error:
         remedy = "give this box an address in the machine's network"
         return Finding("magic packet", f"{error.strerror}; {remedy}", WRONG)
-    seen = f"would leave from {way} to {config.broadcast}"
+    seen = f"would leave from {source} to {config.broadcast}"
     try:
-        mask = ask_interface(SIOCGIFNETMASK, way.interface, way.source)
-    except OSError:  # the interface is unknown
-        return Finding("magic packet", seen, UNSEEN)
-    network = ipaddress.IPv4Network((way.source, mask), strict=False)
-    if ipaddress.IPv4Address(way.toward) in network:
-        return Finding("magic packet", seen)
-    if not way.doubt:
-        seen += f"; {way.toward} is not in {network}, and routers stop broadcasts"
-    return Finding("magic packet", seen, UNSEEN)
+        find_source(config, on_link=True)
+    except OSError:
+        seen += "; the machine is not in a network of this box, and routers stop"
+        return Finding("magic packet", f"{seen} broadcasts", UNSEEN)
+    return Finding("magic packet", seen)
 
 
-def check_port(whose: str, port: int, door: Door) -> Finding:
-    """Tell what a port did."""
-    if door.open:
-        ident = door.ident.decode("latin-1").strip()
-        return Finding(f"{whose} port", f"{port} is open; it says {ident or 'nothing'}")
-    seen = "refuses connections" if door.answered else "does not answer"
-    return Finding(f"{whose} port", f"{port} {seen}", UNSEEN)
+def check_port(whose: str, host: str, port: int) -> tuple[Finding, str]:
+    """See what a port does; returns its SSH identification, too."""
+    seen, ident = knock(host, port, read_ident=True)
+    text = f"{port} {seen.value}"
+    if seen is not Port.OPEN:
+        return Finding(whose, text, UNSEEN), ""
+    return Finding(whose, f"{text}; it says {ident or 'nothing'}"), ident
 
 
 def check_state(state: str) -> Finding:
@@ -2713,7 +2555,7 @@ def check_state(state: str) -> Finding:
         "booting": "it answers, but not with SSH; check again while its initrd waits",
         "locked": "the initrd's port is open",
         "up": "the system is up; to see the initrd, restart it and check again",
-        "unknown": "SSH answers, be it the initrd's or the system's",
+        "unknown": "waker could not see whether it answers",
     }
     return Finding("machine", meanings[state], "ok" if state == "locked" else UNSEEN)
 
@@ -2741,7 +2583,7 @@ def check_unpinned(machine: Machine, *, in_initrd: bool) -> Finding:
 
 def check_login(machine: Machine, state: str) -> Iterator[Finding]:
     """See whether the initrd shows the pinned host key, and lets us in."""
-    if state not in ("locked", "unknown"):
+    if state != "locked":
         seen = "not seen, as the initrd's SSH is not there"
         yield Finding("host key", seen, UNSEEN)
         return
@@ -2751,8 +2593,7 @@ def check_login(machine: Machine, state: str) -> Iterator[Finding]:
         hang_up(connect(machine, Progress(steps.append)))
     except NotUnlocked as why:
         if "verified" not in steps:
-            verdict = WRONG if state == "locked" else UNSEEN
-            yield Finding("host key", str(why), verdict)
+            yield Finding("host key", str(why), WRONG)
             return
         login = Finding("login", str(why), WRONG)
     yield Finding("host key", "it is the pinned one")
@@ -2762,14 +2603,14 @@ def check_login(machine: Machine, state: str) -> Iterator[Finding]:
 def check(config: Config) -> Iterator[Finding]:
     """Look at everything; the configuration itself is right already."""
     machine = config.machine
-    yield check_address(machine)
     yield check_packet(config)
-    initrd, system = find_doors(machine, wait_for_ident=True)
     shared = machine.initrd_port == machine.system_port
-    state = judge(machine.dialect, initrd, system, shared=shared).state
-    yield check_port("common" if shared else "initrd's", machine.initrd_port, initrd)
+    whose = "common port" if shared else "initrd's port"
+    initrd, ident = check_port(whose, machine.host, machine.initrd_port)
+    yield initrd
     if not shared:
-        yield check_port("system's", machine.system_port, system)
+        yield check_port("system's port", machine.host, machine.system_port)[0]
+    state = look(machine).state()
     yield check_state(state)
     fault = paramiko_fault()
     if fault:
@@ -2782,7 +2623,7 @@ def check(config: Config) -> Iterator[Finding]:
     if machine.host_keys:
         yield from check_login(machine, state)
     else:
-        foreign = machine.dialect.name == "cryptroot" and b"OpenSSH" in initrd.ident
+        foreign = machine.dialect.name == "cryptroot" and "OpenSSH" in ident
         yield check_unpinned(machine, in_initrd=state == "locked" and not foreign)
 
 

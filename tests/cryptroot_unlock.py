@@ -30,9 +30,9 @@ class Disks:
     idle: bool = False  # nothing asks
     mute: bool = False  # the command hangs before it asks
     lingers: bool = False  # the command takes its time to end
-    slow: int = 0  # how often a key derivation is found still running
+    slow: float = 0  # seconds that a key derivation takes
+    gives_up: bool = False  # the command does not wait for the end of a derivation
     dies: str = ""  # power is lost `before` it asks, or `after` it was answered
-    deriving: list[str] = field(default_factory=list)  # a disk, and what it was given
     received: list[str] = field(default_factory=list)  # every answer, in hex
 
     @classmethod
@@ -53,18 +53,6 @@ def try_passphrase(disks: Disks, name: str, given: bytes) -> tuple[str, int]:
     return f"cryptsetup: {name} set up successfully\n", 0
 
 
-def derivation_goes_on(disks: Disks) -> bool:
-    """Let time pass for a slow key derivation; at its end the disk opens or not."""
-    if disks.deriving and disks.slow:
-        disks.slow -= 1
-        return True
-    if disks.deriving:
-        name, given = disks.deriving
-        disks.deriving = []
-        try_passphrase(disks, name, bytes.fromhex(given))
-    return False
-
-
 def cryptroot_unlock(
     path: Path,
     read: Callable[[], bytes],
@@ -76,11 +64,9 @@ def cryptroot_unlock(
     if disks.early:
         say("Try again later\n")
         return 1
-    busy = derivation_goes_on(disks)
-    disks.save(path)
     if not disks.locked:
         return 0
-    if busy or disks.idle:
+    if disks.idle:
         say("Error: Timeout reached while waiting for askpass.\n")
         return 1
     if disks.mute:
@@ -92,12 +78,11 @@ def cryptroot_unlock(
     say(f"Please unlock disk {name}\n")
     given = read()
     disks.received.append(given.hex())
-    if disks.slow:
-        disks.deriving = [name, given.hex()]
-        disks.save(path)
-        say("Error: Timeout reached while waiting for PID 321.\n")
-        return 1
+    disks.save(path)
+    time.sleep(disks.slow)
     text, status = try_passphrase(disks, name, given)
+    if disks.gives_up:
+        text, status = "Error: Timeout reached while waiting for PID 321.\n", 1
     disks.save(path)
     if disks.dies == "after":
         lose_power()

@@ -227,7 +227,7 @@ def test_the_journey_wakes_and_unlocks(owner: Client, lab: Homelab) -> None:
     assert owner.call("GET", "/api/status").json["state"] == "off"
     assert owner.call("POST", "/api/wol").status == 200
     lab.wait_for("locked")
-    assert owner.call("GET", "/api/status").json["initrd_ssh_open"] is True
+    wait_for(lambda: owner.call("GET", "/api/status").json["initrd_ssh_open"])
     answer = owner.call("POST", "/api/unlock", {"passphrase": "wrong"})
     assert (answer.status, answer.error) == (
         400,

@@ -170,7 +170,7 @@ def test_an_unknown_command_is_refused() -> None:
 
 
 def test_sigterm_lets_a_running_unlock_finish(tmp_path: Path) -> None:
-    with paramiko_server(tmp_path, Disks({"d": PASSPHRASE}, slow=1)) as initrd:
+    with paramiko_server(tmp_path, Disks({"d": PASSPHRASE}, slow=2)) as initrd:
         with daemon(initrd.machine().settings() | MAC) as started:
             thread, answers = unlock_in_background(started.client.log_in())
             child = wait_for_child(started.process.pid)

@@ -25,7 +25,9 @@ import waker
 
 SCRIPTS = Path(__file__).with_name("initrds")
 SYSTEMD = waker.parse_dialect("systemd")
-SENT = "The passphrase was sent."
+UNCONFIRMED = (
+    "not confirmed: the initrd gave no verdict after the passphrase was sent. "
+)
 
 
 @dataclass
@@ -294,14 +296,14 @@ def test_an_initrd_that_makes_way_for_the_system_has_not_given_up(
     (tmp_path / "over").touch()
     with systemd(tmp_path, {"root": PASSPHRASE}) as initrd:
         outcome, _ = unlock(initrd.machine, seconds=10)
-        assert outcome.message == f"no verdict on disk root came. {SENT}"
+        assert outcome.message.startswith(UNCONFIRMED)
 
 
 def test_a_systemd_that_tells_nothing_has_unlocked_nothing(tmp_path: Path) -> None:
     (tmp_path / "silent").touch()
     with systemd(tmp_path, {"root": PASSPHRASE}) as initrd:
         outcome, _ = unlock(initrd.machine, seconds=10)
-        assert outcome.message == f"no verdict on disk root came. {SENT}"
+        assert outcome.message.startswith(UNCONFIRMED)
 
 
 def test_a_systemd_without_an_agent_is_told(tmp_path: Path) -> None:

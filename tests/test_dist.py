@@ -41,7 +41,7 @@ def test_it_serves_the_page_and_unlocks_without_any_other_file(
     with daemon(lab.settings(), program=(sys.executable, str(program))) as started:
         client = started.client.log_in()
         assert client.call("GET", "/").body == PAGE.encode()
-        waker.send_magic_packet(config)
+        waker.wake(config)
         lab.wait_for("locked")
         answer = client.call("POST", "/api/unlock", {"passphrase": PASSPHRASE})
         assert (answer.status, answer.json["message"]) == (200, "Unlocked: cryptroot.")

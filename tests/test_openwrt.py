@@ -10,6 +10,7 @@ import pytest
 from certificate import new_certificate
 from conftest import PASSPHRASE, PIN, PROGRAM, daemon, environment, run_waker
 from homelab import Homelab
+from test_daemon import wait_for
 
 import waker
 
@@ -111,9 +112,9 @@ def test_it_wakes_watches_and_unlocks_all_the_same(
         assert client.call("GET", "/").status == 200
         assert client.call("GET", "/api/status").json["state"] == "off"
         assert client.call("POST", "/api/wol").status == 200
-        waker.send_magic_packet(config)  # the other one went to port 9
+        waker.wake(config)  # the other one went to port 9
         lab.wait_for("locked")
-        assert client.call("GET", "/api/status").json["state"] == "locked"
+        wait_for(lambda: client.call("GET", "/api/status").json["initrd_ssh_open"])
         answer = client.call("POST", "/api/unlock", {"passphrase": PASSPHRASE})
         assert (answer.status, answer.json["message"]) == (200, "Unlocked: cryptroot.")
 

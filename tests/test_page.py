@@ -452,17 +452,6 @@ def test_an_old_failure_is_told_as_an_old_one(slow: Client, phone: Phone) -> Non
     phone.reads("Last time: Wrong passphrase for disk cryptroot. Type it once more.")
 
 
-def test_where_one_port_does_not_tell_the_end_of_a_start_is_told_all_the_same(
-    tmp_path: Path, phone: Phone
-) -> None:
-    disks, same = Disks({"d": PASSPHRASE}), ("SSH-2.0-same", "SSH-2.0-same")
-    lab = Homelab(tmp_path, disks=disks, shared_port=True, pace=5, idents=same)
-    with contextlib.closing(lab), running(configure(lab, tmp_path)) as client:
-        phone.open(client).give_pin().start().sees("running")
-        phone.reads("Unlocked: d. SSH was gone and answers again, most likely")
-        phone.reads("SSH answers: initrd or system")
-
-
 def test_a_machine_that_is_up_needs_nothing(
     owner: Client, lab: Homelab, phone: Phone
 ) -> None:
@@ -737,7 +726,7 @@ def status(phase: str = "", state: str = "off", message: str = "m") -> dict[str,
         ("buttonText", [status()], "Wake and unlock"),
         ("buttonText", [status(state="booting")], "Wake and unlock"),
         ("buttonText", [status(state="locked")], "Unlock"),
-        ("buttonText", [status(state="unknown")], "Unlock"),
+        ("buttonText", [status(state="unknown")], "Wake and unlock"),
         ("viewOf", [None], "looking"),
         ("viewOf", [status()], "ready"),
         ("viewOf", [status(state="unknown")], "ready"),

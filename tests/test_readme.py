@@ -54,7 +54,7 @@ def test_the_curl_lines_wake_tell_and_unlock(
     assert [line.split()[0] for line in lines] == starts
     for program in ("bash", "curl", "jq"):
         need(program)
-    waker.send_magic_packet(config)
+    waker.wake(config)
     lab.wait_for("locked")
     with daemon(lab.settings()) as started:
         script = "\n".join(lines).replace("PI:8080", f"127.0.0.1:{started.client.port}")

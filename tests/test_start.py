@@ -266,23 +266,6 @@ def test_a_system_that_is_not_seen_up_is_told(initrd: Any) -> None:
     assert wait_until(client, "failed") == message
 
 
-def test_where_one_port_does_not_tell_it_is_the_system_that_comes_after_the_initrd(
-    tmp_path: Path,
-) -> None:
-    disks, same = Disks({"d": PASSPHRASE}), ("SSH-2.0-same", "SSH-2.0-same")
-    lab = Homelab(tmp_path, disks=disks, shared_port=True, pace=5, idents=same)
-    with contextlib.closing(lab):
-        reader = waker.Reader({"WAKER_PIN": "12345678"} | lab.settings())
-        config = waker.read_config(reader, tmp_path)
-        config = config._replace(packet_port=lab.packet_port)
-        with running(config) as client:
-            start(client.log_in("12345678"))
-            seen = "SSH was gone and answers again, most likely the system's."
-            assert wait_until(client, "done") == f"Unlocked: d. {seen}"
-            assert lab.phase == "up"
-            assert client.call("GET", "/api/status").json["state"] == "unknown"
-
-
 def test_one_runs_at_a_time(owner: Client, lab: Homelab) -> None:
     owner.call("POST", "/api/wol")
     lab.wait_for("locked")
