@@ -1,7 +1,7 @@
 #!/usr/bin/python3
 """Wake one machine by magic packet and unlock its encrypted disk over SSH.
 
-    waker.py [--env-file FILE] [serve | check | unlock]
+    waker.py [--env-file FILE] [serve | check | unlock | state]
 
 A person away from home opens a page, types a PIN and the passphrase of a disk. This
 daemon, on a Pi or a router beside the machine, sends the magic packet, tells what it
@@ -52,6 +52,7 @@ import select
 import selectors
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -60,7 +61,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 if TYPE_CHECKING:  # the daemon imports each where it needs it, or pays for years
     import ssl
@@ -70,7 +71,6 @@ if TYPE_CHECKING:  # the daemon imports each where it needs it, or pays for year
 
 __version__ = "1.1.0"
 
-T = TypeVar("T")
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 # ---- Values --------------------------------------------------------------------------
@@ -93,7 +93,10 @@ class Mac(NamedTuple):
         pair = "[0-9A-Fa-f]{2}"
         if not re.fullmatch(rf"{pair}([:-]){pair}(\1{pair}){{4}}", text):
             raise ValueError
-        return cls(bytes.fromhex(re.sub("[:-]", "", text)))
+        octets = bytes.fromhex(re.sub("[:-]", "", text))
+        if octets[0] & 1 or not any(octets):  # multicast and zeros are no card's
+            raise ValueError
+        return cls(octets)
 
     def __str__(self) -> str:
         return self.octets.hex(":")
@@ -374,16 +377,17 @@ UNLOCK_SECONDS: Final = 90  # room for a slow key derivation on a slow machine
 
 
 class Config(NamedTuple):
-    """All that the user decides, and figures that only tests change."""
+    """The settings in their order, and figures that only tests change."""
 
-    pin: Pin
+    machine: Machine
     mac: Mac
     broadcast: str
     name: str
+    pin: Pin
     listen: Listen
-    tls: tuple[Path, Path] | None  # certificate and private key
+    tls_cert: Path | None
+    tls_key: Path | None
     proxies: tuple[Network, ...]  # whose X-Forwarded-For is believed
-    machine: Machine
     packet_port: int = 9  # UDP; fixed by the interface
     unlock_seconds: int = UNLOCK_SECONDS
     packet_seconds: float = 10  # between packets, where a start finds no sign of life
@@ -391,139 +395,19 @@ class Config(NamedTuple):
 
 
 # ---- Configuration -------------------------------------------------------------------
-# Every fault is told, all together. A name that begins with WAKER_ is one of these or a
-# fault: a slip of the pen must not quietly weaken anything. No value but a path is ever
-# repeated: it may be a secret in the wrong place.
+# One table drives the parsing and --help. All mistakes are told together, each with
+# what would be right. Values are not repeated: one may be a secret in the wrong place.
+# An unknown WAKER_ name is a mistake: a typo must not weaken anything silently.
 
-
-class Setting(NamedTuple):
-    """An environment variable: what it must be, in words, and its default."""
-
-    name: str
-    right: str
-    default: str = ""
-
-
-SETTINGS: Final = (
-    Setting("WAKER_PIN", "8 to 128 characters"),
-    Setting("WAKER_HOMELAB_MAC", "six hex pairs, such as 52:54:00:12:34:56"),
-    Setting("WAKER_HOMELAB_HOST", "an IP address, such as 192.168.1.20"),
-    Setting("WAKER_HOMELAB_NAME", "a name for people, of at most 64 characters"),
-    Setting("WAKER_HOMELAB_BROADCAST", "an IPv4 address", "255.255.255.255"),
-    Setting("WAKER_INITRD", "cryptroot or systemd", "cryptroot"),
-    Setting("WAKER_INITRD_SSH_PORT", "a port, 1 to 65535: the initrd's", "2222"),
-    Setting("WAKER_SYSTEM_SSH_PORT", "a port, 1 to 65535: the system's", "22"),
-    Setting("WAKER_SSH_USER", "a user's name", "root"),
-    Setting("WAKER_SSH_KEY", "our private key's path, from FILE's folder", "ssh_key"),
-    Setting("WAKER_SSH_HOST_KEY", "the initrd's host key, as in ssh-ed25519 AAAA..."),
-    Setting("WAKER_LISTEN", "address and port, such as 127.0.0.1:8080", "[::]:8080"),
-    Setting("WAKER_TLS_CERT", "a certificate's path; WAKER_TLS_KEY goes with it"),
-    Setting("WAKER_TLS_KEY", "its private key's path; WAKER_TLS_CERT goes with it"),
-    Setting(
-        "WAKER_TRUSTED_PROXY", "addresses or networks, such as 127.0.0.1,10.0.0.0/8"
-    ),
-)
+ENV_FILE: Final = "/etc/waker/waker.env"
+LIMITED_BROADCAST: Final = "255.255.255.255"
 
 
 class ConfigError(Exception):
-    """What is wrong with the configuration: a line per fault."""
+    """What is wrong with the configuration: a line per mistake."""
 
-    def __init__(self, faults: Sequence[str]) -> None:
+    def __init__(self, *faults: str) -> None:
         super().__init__("\n".join(faults))
-
-
-def why_unreadable(path: Path, error: OSError) -> str:
-    """Tell why a file cannot be read, and what helps."""
-    remedies = {
-        errno.ENOENT: "; make it, or correct the path (under systemd, LoadCredential=)",
-        errno.EACCES: "; by hand, use sudo (under systemd, LoadCredential=)",
-    }
-    return f"{path}: {error.strerror}{remedies.get(error.errno or 0, '')}"
-
-
-NOTHING: Final = ("", "\n")  # our unit hands over the latter for a missing file
-
-
-def why_empty(path: Path) -> str:
-    """Tell what helps where a file has nothing in it."""
-    if Path("/run/credentials") in path.parents:
-        return f"{path} is empty, as /etc/waker/{path.name} is missing or empty"
-    return f"{path} is empty; fill it"
-
-
-def file_fault(path: Path, *, private: bool = False) -> str:
-    """Tell why a file is of no use, and what helps; empty if it may be.
-
-    A private one must not be open to others.
-    """
-    try:
-        if path.exists() and not path.is_file():
-            return f"{path} is no file; correct the path"
-        with path.open("rb") as file:
-            empty = file.read(2).decode("latin-1") in NOTHING
-            mode = os.fstat(file.fileno()).st_mode
-    except OSError as error:
-        return why_unreadable(path, error)
-    if empty:
-        return why_empty(path)
-    if private and mode & 0o077:
-        return f"{path} is open to others; chmod 600 {path}"
-    return ""
-
-
-def read_env_file(path: Path) -> dict[str, str]:
-    """Read lines `NAME=value`, maybe quoted; empty ones and those of `#` are skipped.
-
-    Raises: ConfigError that names file and lines, never their content.
-    """
-    try:
-        text = path.read_text("utf-8-sig")  # some editors begin with a mark
-    except OSError as error:
-        raise ConfigError([f"--env-file {why_unreadable(path, error)}"]) from None
-    except UnicodeDecodeError:
-        raise ConfigError([f"--env-file {path}: not UTF-8"]) from None
-    if text in NOTHING:
-        raise ConfigError([f"--env-file {why_empty(path)}"])
-    values, faults = {}, []
-    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
-        found = re.fullmatch(r"([A-Za-z_]\w*)=\s*(?:\"(.*)\"|'(.*)'|([^'\"].*)?)", line)
-        if found:
-            values[found[1]] = found[2] or found[3] or found[4] or ""
-        elif line and not line.startswith("#"):
-            faults.append(f"--env-file {path}: line {number} must be NAME=value")
-    if faults:
-        raise ConfigError(faults)
-    return values
-
-
-class Reader:
-    """Takes settings one by one, and gathers what is wrong with them."""
-
-    def __init__(self, values: Mapping[str, str]) -> None:
-        self._values = values
-        self._settings = {setting.name: setting for setting in SETTINGS}
-        self.faults: list[str] = []
-        for name in sorted(values.keys() - self._settings.keys()):
-            import difflib
-
-            near = difflib.get_close_matches(name, self._settings, 1, 0)[0]
-            self.faults.append(f"{name} is not a setting; the nearest one is {near}")
-
-    def take(self, name: str, parse: Callable[[str], T]) -> T:
-        """Parse one; empty counts as not set. After a fault the result is no T."""
-        setting = self._settings[name]
-        text = self._values.get(name) or setting.default
-        try:
-            return parse(text)
-        except ValueError:
-            found = "" if text else "; it is not set"
-            self.faults.append(f"{name} must be {setting.right}{found}")
-            return cast("T", None)  # nobody gets to see it: `finish` raises
-
-    def finish(self) -> None:
-        """Raise ConfigError if anything was wrong."""
-        if self.faults:
-            raise ConfigError(self.faults)
 
 
 def matching(pattern: str) -> Callable[[str], str]:
@@ -538,11 +422,43 @@ def matching(pattern: str) -> Callable[[str], str]:
     return parse
 
 
+def parse_host(text: str) -> str:
+    """Read the machine's address. A name is looked up once, to tell its address."""
+    try:
+        return plain_address(text)
+    except ValueError:
+        matching(r"\w[\w.-]{0,252}")(text)
+    try:
+        # Bytes avoid the idna codec, which OpenWrt packages separately.
+        rows = socket.getaddrinfo(text.encode(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        raise ValueError from None
+    raise ConfigError(
+        f"WAKER_HOMELAB_HOST must be an IP address: {text} is {rows[0][4][0]} now;"
+        " write that, and reserve it in your router's DHCP"
+    )
+
+
 def parse_port(text: str) -> int:
     """Read a TCP port."""
-    if not re.fullmatch("[1-9][0-9]{0,4}", text) or int(text) > 65535:
+    if int(matching("[1-9][0-9]{0,4}")(text)) > 65535:
         raise ValueError
     return int(text)
+
+
+def parse_ipv4(text: str) -> str:
+    """Read an IPv4 address."""
+    return str(ipaddress.IPv4Address(text))
+
+
+def parse_path(text: str) -> Path | None:
+    """Read a path; None where there is no text."""
+    return Path(matching(r"[^\x00-\x1f]+")(text)) if text else None
+
+
+def parse_dialect(text: str) -> Dialect:
+    """Find the row of DIALECTS."""
+    return DIALECTS[[dialect.name for dialect in DIALECTS].index(text)]
 
 
 def parse_networks(text: str) -> tuple[Network, ...]:
@@ -550,66 +466,179 @@ def parse_networks(text: str) -> tuple[Network, ...]:
     return tuple(map(ipaddress.ip_network, text.split(","))) if text else ()
 
 
-def parse_dialect(text: str) -> Dialect:
-    """Find the row of DIALECTS."""
-    names = [dialect.name for dialect in DIALECTS]
-    return DIALECTS[names.index(text)]
+class Setting(NamedTuple):
+    """A setting: an environment variable, or a line of FILE. Empty means not set."""
+
+    name: str
+    default: str
+    parse: Callable[[str], object]  # raises ValueError
+    right: str  # what it must be
 
 
-def key_fault(path: Path, credentials: str) -> str:
-    """Tell what is wrong with our private key's file; empty if nothing is.
+USER: Final = matching("[!-~]{1,64}")
+TITLE: Final = matching("[^\x00-\x1f\x7f-\x9f]{0,64}")
+MACHINE_SETTINGS: Final = (  # the fields of Machine: all that an unlock needs
+    Setting("WAKER_HOMELAB_HOST", "", parse_host, "an IP address such as 192.168.1.20"),
+    Setting("WAKER_INITRD", "cryptroot", parse_dialect, "cryptroot or systemd"),
+    Setting("WAKER_INITRD_SSH_PORT", "2222", parse_port, "a port, 1 to 65535"),
+    Setting("WAKER_SYSTEM_SSH_PORT", "22", parse_port, "a port, 1 to 65535"),
+    Setting("WAKER_SSH_USER", "root", USER, "a user's name"),
+    Setting("WAKER_SSH_KEY", "ssh_key", parse_path, "the path of our private key"),
+    Setting(
+        "WAKER_SSH_HOST_KEY",
+        "",
+        HostKey.parse_all,
+        "a line such as ssh-ed25519 AAAA...",
+    ),
+)
+SETTINGS: Final = (  # and those of Config, but for its figures
+    *MACHINE_SETTINGS,
+    Setting(
+        "WAKER_HOMELAB_MAC", "", Mac.parse, "a MAC address such as 52:54:00:12:34:56"
+    ),
+    Setting(
+        "WAKER_HOMELAB_BROADCAST", LIMITED_BROADCAST, parse_ipv4, "an IPv4 address"
+    ),
+    Setting("WAKER_HOMELAB_NAME", "", TITLE, "a name of at most 64 characters"),
+    Setting("WAKER_PIN", "", Pin.parse, "8 to 128 characters"),
+    Setting(
+        "WAKER_LISTEN",
+        "[::]:8080",
+        Listen.parse,
+        "an address and a port such as 127.0.0.1:8080",
+    ),
+    Setting("WAKER_TLS_CERT", "", parse_path, "the path of a certificate"),
+    Setting("WAKER_TLS_KEY", "", parse_path, "the path of its private key"),
+    Setting(
+        "WAKER_TRUSTED_PROXY",
+        "",
+        parse_networks,
+        "addresses or networks such as 127.0.0.1,10.0.0.0/8",
+    ),
+)
 
-    Below `credentials`, systemd's $CREDENTIALS_DIRECTORY, its mode says nothing.
+
+def file_fault(path: Path, *, private: bool = False) -> str:
+    """Tell why a file is of no use, and what helps; empty if it is fine.
+
+    A private file is not for others; for its group it may be, as systemd's copies are.
     """
-    guarded = bool(credentials) and Path(credentials) in path.parents
-    fault = file_fault(path, private=not guarded)
-    return f"WAKER_SSH_KEY {fault}" if fault else ""
+    try:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):
+            return f"{path} is not a file; correct the path"
+        path.open("rb").close()
+    except FileNotFoundError:
+        about = None
+    except OSError as error:
+        return f"{path}: {error.strerror}; by hand, use sudo"
+    if not about or about.st_size < 2:  # our unit hands over a line end for no file
+        copied = f" (systemd copies it from /etc/waker/{path.name})"
+        return f"{path} is missing or empty{copied if about else ''}"
+    if private and about.st_mode & 0o007:
+        return f"{path} is open to others; chmod 600 {path}"
+    return ""
 
 
-def read_machine(reader: Reader, folder: Path, credentials: str = "") -> Machine:
-    """Read what an unlock needs; a relative path begins at `folder`."""
-    machine = Machine(
-        host=reader.take(
-            "WAKER_HOMELAB_HOST",
-            plain_address,
-        ),
-        dialect=reader.take("WAKER_INITRD", parse_dialect),
-        initrd_port=reader.take("WAKER_INITRD_SSH_PORT", parse_port),
-        system_port=reader.take("WAKER_SYSTEM_SSH_PORT", parse_port),
-        user=reader.take("WAKER_SSH_USER", matching("[!-~]{1,64}")),
-        key=reader.take("WAKER_SSH_KEY", lambda text: folder / text),
-        host_keys=reader.take("WAKER_SSH_HOST_KEY", HostKey.parse_all),
-    )
-    fault = key_fault(machine.key, credentials)
-    if fault and machine.host_keys != ():  # without a pin there is no unlock, so no key
-        reader.faults.append(fault)
-    return machine
+def read_env_file(path: Path) -> dict[str, str]:
+    """Read lines `WAKER_NAME=value`, maybe quoted; other names are none of ours.
+
+    Raises: ConfigError that names file and lines, never their content.
+    """
+    fault = file_fault(path)
+    if fault:
+        raise ConfigError(fault)
+    try:
+        text = path.read_text("utf-8-sig")  # some editors begin with a mark
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError(f"{path} must be readable, and UTF-8") from None
+    values: dict[str, str] = {}
+    faults = []
+    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
+        found = re.fullmatch(r"(\w+)=\s*(?:\"(.*)\"|'(.*)'|([^'\"].*)?)", line)
+        fault = ""
+        if not line or line.startswith("#"):
+            continue
+        if not found:
+            fault = "must be NAME=value"
+        elif found[1] in values:
+            fault = f"sets {found[1]} again; delete one of the two lines"
+        elif re.search(r"\s#", found[4] or ""):
+            fault = "has a # in it; a comment needs a line of its own, a value quotes"
+        elif found[1].startswith("WAKER_"):
+            values[found[1]] = found[2] or found[3] or found[4] or ""
+        faults += [f"{path}, line {number} {fault}"] if fault else []
+    if faults:
+        raise ConfigError(*faults)
+    return values
 
 
-def read_config(reader: Reader, folder: Path, credentials: str = "") -> Config:
-    """Read everything. Raises: ConfigError with all faults at once."""
-    machine = read_machine(reader, folder, credentials)
-    tls = [
-        reader.take(name, lambda text: folder / text if text else None)
-        for name in ("WAKER_TLS_CERT", "WAKER_TLS_KEY")
-    ]
-    if tls.count(None) == 1:
-        reader.faults.append("WAKER_TLS_CERT and WAKER_TLS_KEY must both be set")
-    config = Config(
-        pin=reader.take("WAKER_PIN", Pin.parse),
-        mac=reader.take("WAKER_HOMELAB_MAC", Mac.parse),
-        broadcast=reader.take(
-            "WAKER_HOMELAB_BROADCAST", lambda text: str(ipaddress.IPv4Address(text))
-        ),
-        name=reader.take("WAKER_HOMELAB_NAME", matching("[^\x00-\x1f\x7f-\x9f]{0,64}"))
-        or machine.host,
-        listen=reader.take("WAKER_LISTEN", Listen.parse),
-        tls=(tls[0], tls[1]) if tls[0] and tls[1] else None,
-        proxies=reader.take("WAKER_TRUSTED_PROXY", parse_networks),
-        machine=machine,
-    )
-    reader.finish()
-    return config
+def find_conflicts(parsed: Mapping[str, object]) -> Iterator[str]:
+    """Tell what is wrong with settings that are right one by one."""
+    get = parsed.get
+    one_port = get("WAKER_INITRD_SSH_PORT") == get("WAKER_SYSTEM_SSH_PORT")
+    if one_port and get("WAKER_INITRD") == parse_dialect("systemd"):
+        yield (
+            "WAKER_INITRD_SSH_PORT and WAKER_SYSTEM_SSH_PORT must differ with"
+            " WAKER_INITRD=systemd: both run OpenSSH, and nothing else tells them apart"
+        )
+    limited = get("WAKER_HOMELAB_BROADCAST") == LIMITED_BROADCAST
+    if limited and ":" in str(get("WAKER_HOMELAB_HOST")):
+        yield (
+            "WAKER_HOMELAB_BROADCAST must be the broadcast address of the machine's"
+            " network, such as 192.168.1.255, because WAKER_HOMELAB_HOST is IPv6"
+        )
+    if (get("WAKER_TLS_CERT") is None) != (get("WAKER_TLS_KEY") is None):
+        yield "WAKER_TLS_CERT and WAKER_TLS_KEY must both be set"
+    for name in ("WAKER_SSH_KEY", "WAKER_TLS_CERT", "WAKER_TLS_KEY"):
+        path, unlocks = get(name), get("WAKER_SSH_HOST_KEY") != ()
+        if isinstance(path, Path) and (unlocks or name != "WAKER_SSH_KEY"):
+            fault = file_fault(path, private=name.endswith("KEY"))
+            if fault:
+                yield f"{name} {fault}"
+
+
+def parse_settings(
+    settings: Sequence[Setting], values: Mapping[str, str], folder: Path
+) -> list[object]:
+    """Parse the values; a relative path begins at `folder`.
+
+    Raises: ConfigError with all mistakes.
+    """
+    known = [setting.name for setting in SETTINGS]
+    faults = []
+    for name in sorted(values.keys() - set(known)):
+        import difflib
+
+        near = difflib.get_close_matches(name, known, 1, 0)[0]
+        faults.append(f"{name} is not a setting; the nearest one is {near}")
+    parsed: dict[str, object] = {}
+    for name, default, parse, right in settings:
+        text = values.get(name) or default
+        try:
+            value = parse(text)
+            parsed[name] = folder / value if isinstance(value, Path) else value
+        except ValueError:
+            faults.append(f"{name}{'' if text else ' is not set; it'} must be {right}")
+        except ConfigError as error:
+            faults.append(str(error))
+    faults += find_conflicts(parsed)
+    if faults:
+        raise ConfigError(*faults)
+    return list(parsed.values())
+
+
+def read_machine(values: Mapping[str, str], folder: Path) -> Machine:
+    """Read what an unlock needs. Raises: ConfigError."""
+    return Machine._make(parse_settings(MACHINE_SETTINGS, values, folder))
+
+
+def read_config(values: Mapping[str, str], folder: Path) -> Config:
+    """Read everything. Raises: ConfigError."""
+    parsed, count = parse_settings(SETTINGS, values, folder), len(MACHINE_SETTINGS)
+    machine, figures = Machine._make(parsed[:count]), Config._field_defaults.values()
+    config = Config._make([machine, *parsed[count:], *figures])
+    return config._replace(name=config.name or machine.host)
 
 
 # ---- Answers -------------------------------------------------------------------------
@@ -791,8 +820,6 @@ class Attempts:
 # ---- Waking --------------------------------------------------------------------------
 # One magic packet, by the interface that leads to the machine.
 
-LIMITED_BROADCAST: Final = "255.255.255.255"
-
 
 def magic_packet(mac: Mac) -> bytes:
     """Build the 102 bytes. Source: AMD publication 20213, Magic Packet Technology."""
@@ -806,7 +833,7 @@ def find_source(config: Config, *, on_link: bool = False) -> str:
     the machine. With `on_link` no router may be on that route. Raises: OSError.
     """
     toward = config.broadcast
-    if toward == LIMITED_BROADCAST and ":" not in config.machine.host:
+    if toward == LIMITED_BROADCAST:
         toward = config.machine.host
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
@@ -1162,7 +1189,7 @@ def load_key(path: Path) -> "paramiko.PKey":
         except paramiko.PasswordRequiredException:
             raise NotUnlocked(f"our key {path} must not be encrypted") from None
         except OSError as error:
-            raise NotUnlocked(f"our key {why_unreadable(path, error)}") from None
+            raise NotUnlocked(f"our key {path}: {error.strerror}") from None
         except PEER_ERRORS:
             continue  # it is of another type, or damaged
     raise NotUnlocked(f"our key {path} must be an Ed25519, ECDSA or RSA private key")
@@ -2115,6 +2142,17 @@ def listen(where: Listen) -> socket.socket:
     )
 
 
+def why_not_listening(where: Listen, error: OSError) -> str:
+    """Tell why the port cannot be opened, and what helps."""
+    code = error.errno or 0
+    remedies = {
+        errno.EACCES: "; only root may have a port below 1024: take a higher one",
+        errno.EADDRINUSE: "; end the program that has this port, or take another one",
+        errno.EADDRNOTAVAIL: "; this box has no such address so far",
+    }
+    return f"WAKER_LISTEN {where}: {os.strerror(code)}{remedies.get(code, '')}"
+
+
 class Tls:
     """The TLS of one connection, from bytes to bytes. Whatever raises: OSError.
 
@@ -2491,7 +2529,7 @@ def read_page() -> bytes:
         return PAGE[1:].encode() or path.read_bytes()
     except OSError as error:
         remedy = "it belongs beside waker.py; `make dist` makes one file of both"
-        raise ConfigError([f"the page {path}: {error.strerror}; {remedy}"]) from None
+        raise ConfigError(f"the page {path}: {error.strerror}; {remedy}") from None
 
 
 # ---- Checking ------------------------------------------------------------------------
@@ -2510,17 +2548,19 @@ class Finding(NamedTuple):
     verdict: str = "ok"
 
 
-def check_key(machine: Machine) -> Finding:
-    """See whether paramiko takes our private key."""
-    verdict = WRONG if machine.host_keys else UNSEEN
-    fault = key_fault(machine.key, "")
-    if fault:
-        return Finding("SSH key", fault, verdict)
+def check_listening(where: Listen) -> Finding:
+    """See whether our port can be opened."""
     try:
-        key = load_key(machine.key)
-    except NotUnlocked as why:
-        return Finding("SSH key", str(why), verdict)
-    return Finding("SSH key", f"{key.get_name()} {fingerprint(key.asbytes())}")
+        listen(where).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            seen = f"{where} is in use: by waker itself, if it runs"
+            return Finding("our port", seen, UNSEEN)
+        return Finding("our port", why_not_listening(where, error), WRONG)
+    if os.geteuid() == 0 and 0 < where.port < 1024:
+        seen = f"{where} is for root alone, and the service is not root: take a port"
+        return Finding("our port", f"{seen} from 1024 on", WRONG)
+    return Finding("our port", f"{where} can be opened")
 
 
 def check_packet(config: Config) -> Finding:
@@ -2539,17 +2579,77 @@ def check_packet(config: Config) -> Finding:
     return Finding("magic packet", seen)
 
 
-def check_port(whose: str, host: str, port: int) -> tuple[Finding, str]:
-    """See what a port does; returns its SSH identification, too."""
-    seen, ident = knock(host, port, read_ident=True)
-    text = f"{port} {seen.value}"
-    if seen is not Port.OPEN:
-        return Finding(whose, text, UNSEEN), ""
-    return Finding(whose, f"{text}; it says {ident or 'nothing'}"), ident
+def check_ports(machine: Machine) -> Iterator[Finding]:
+    """See what SSH says on each port."""
+    shared = machine.initrd_port == machine.system_port
+    ports = {"initrd's port": machine.initrd_port, "system's port": machine.system_port}
+    for thing, port in (
+        [("common port", machine.initrd_port)] if shared else ports.items()
+    ):
+        seen, ident = knock(machine.host, port, read_ident=True)
+        text, verdict = f"{port} {seen.value}", UNSEEN
+        if seen is Port.OPEN:
+            text, verdict = f"{text}; it says {ident or 'nothing'}", "ok"
+        in_dropbears_place = thing == "initrd's port" and "OpenSSH" in ident
+        if in_dropbears_place and machine.dialect.name == "cryptroot":
+            text += ": this is the booted system, or WAKER_INITRD=systemd is missing"
+            verdict = WRONG
+        yield Finding(thing, text, verdict)
 
 
-def check_state(state: str) -> Finding:
-    """Tell what the ports say together."""
+def check_key(machine: Machine) -> Finding:
+    """See whether paramiko takes our private key."""
+    fault = file_fault(machine.key, private=True)
+    if fault:
+        return Finding("SSH key", f"{fault}; to wake alone takes no key", WRONG)
+    try:
+        key = load_key(machine.key)
+    except NotUnlocked as why:
+        return Finding("SSH key", str(why), WRONG)
+    return Finding("SSH key", f"{key.get_name()} {fingerprint(key.asbytes())}")
+
+
+def check_login(machine: Machine) -> Iterator[Finding]:
+    """See which host key the initrd shows, and whether it lets us in."""
+    thing = "host key"
+    try:
+        transport = begin(machine)
+        try:
+            if machine.host_keys:
+                verify(transport, machine)
+                yield Finding(thing, "it is the pinned one")
+                thing = "login"
+                log_in(transport, machine)
+                yield Finding(
+                    thing, f"{machine.user} is let in; unlocking was not tried"
+                )
+                return
+            key = exchange_keys(transport, machine)
+            seen = (
+                f"none is pinned, and {fingerprint(key.blob)} is shown. If that is your"
+            )
+            seen += f" machine's, pin it: WAKER_SSH_HOST_KEY={key}"
+            yield Finding(thing, seen, UNSEEN)
+        finally:
+            hang_up(transport)
+    except NotUnlocked as why:
+        yield Finding(thing, str(why), WRONG)
+
+
+def check(config: Config) -> Iterator[Finding]:
+    """Look at everything; the configuration itself is right already."""
+    machine = config.machine
+    yield Finding("configuration", "every value is right")
+    if config.pin.is_number:
+        seen = "digits only: enough behind a VPN, too little for the open internet"
+        yield Finding("PIN", seen, UNSEEN)
+    yield check_listening(config.listen)
+    yield check_packet(config)
+    wrong_port = False
+    for finding in check_ports(machine):
+        wrong_port |= finding.verdict == WRONG
+        yield finding
+    state = look(machine).state()
     meanings = {
         "off": "off, or a firewall is between; wake it, and check again",
         "booting": "it answers, but not with SSH; check again while its initrd waits",
@@ -2557,61 +2657,7 @@ def check_state(state: str) -> Finding:
         "up": "the system is up; to see the initrd, restart it and check again",
         "unknown": "waker could not see whether it answers",
     }
-    return Finding("machine", meanings[state], "ok" if state == "locked" else UNSEEN)
-
-
-def check_unpinned(machine: Machine, *, in_initrd: bool) -> Finding:
-    """See which host key the initrd shows, where none is pinned.
-
-    Only where it is the initrd for sure: the system's is not to be pinned.
-    """
-    seen = "none is pinned, so waker refuses to unlock; "
-    if not in_initrd:
-        seen += "check again while the initrd waits, or take it from the machine itself"
-        return Finding("host key", seen, UNSEEN)
-    try:
-        transport = begin(machine)
-        try:
-            key = exchange_keys(transport, machine)
-        finally:
-            hang_up(transport)
-    except NotUnlocked as why:
-        return Finding("host key", str(why), WRONG)
-    seen += f"{fingerprint(key.blob)} is shown. If that is your machine's, pin it:"
-    return Finding("host key", f"{seen} WAKER_SSH_HOST_KEY={key}", UNSEEN)
-
-
-def check_login(machine: Machine, state: str) -> Iterator[Finding]:
-    """See whether the initrd shows the pinned host key, and lets us in."""
-    if state != "locked":
-        seen = "not seen, as the initrd's SSH is not there"
-        yield Finding("host key", seen, UNSEEN)
-        return
-    steps: list[str] = []
-    login = Finding("login", f"{machine.user} is let in; to unlock was not tried")
-    try:
-        hang_up(connect(machine, Progress(steps.append)))
-    except NotUnlocked as why:
-        if "verified" not in steps:
-            yield Finding("host key", str(why), WRONG)
-            return
-        login = Finding("login", str(why), WRONG)
-    yield Finding("host key", "it is the pinned one")
-    yield login
-
-
-def check(config: Config) -> Iterator[Finding]:
-    """Look at everything; the configuration itself is right already."""
-    machine = config.machine
-    yield check_packet(config)
-    shared = machine.initrd_port == machine.system_port
-    whose = "common port" if shared else "initrd's port"
-    initrd, ident = check_port(whose, machine.host, machine.initrd_port)
-    yield initrd
-    if not shared:
-        yield check_port("system's port", machine.host, machine.system_port)[0]
-    state = look(machine).state()
-    yield check_state(state)
+    yield Finding("machine", meanings[state], "ok" if state == "locked" else UNSEEN)
     fault = paramiko_fault()
     if fault:
         yield Finding("paramiko", fault, WRONG)
@@ -2620,11 +2666,16 @@ def check(config: Config) -> Iterator[Finding]:
 
     yield Finding("paramiko", paramiko.__version__)
     yield check_key(machine)
-    if machine.host_keys:
-        yield from check_login(machine, state)
-    else:
-        foreign = machine.dialect.name == "cryptroot" and "OpenSSH" in ident
-        yield check_unpinned(machine, in_initrd=state == "locked" and not foreign)
+    if state == "locked" and not wrong_port:
+        yield from check_login(machine)
+        return
+    seen = "not seen, as the initrd's SSH is not there"
+    if not machine.host_keys:
+        seen = (
+            "none is pinned, so waker refuses to unlock; check again while the initrd"
+        )
+        seen += " waits, or take it from the machine itself"
+    yield Finding("host key", seen, UNSEEN)
 
 
 # ---- Commands ------------------------------------------------------------------------
@@ -2642,7 +2693,7 @@ def make_app(config: Config, environment: Mapping[str, str], program: Path) -> A
     try:
         page, icon = make_page(source), make_icon(source)
     except ValueError:
-        raise ConfigError(["ui.html is not the page of waker"]) from None
+        raise ConfigError("ui.html is not the page of waker") from None
     watcher = Watcher(config.machine)
     unlocker = Unlocker(config, environment, program)
     return App(
@@ -2659,21 +2710,13 @@ def make_app(config: Config, environment: Mapping[str, str], program: Path) -> A
 
 def make_tls(config: Config) -> "ssl.SSLContext | None":
     """Load the certificate, if there is one. Raises: ConfigError."""
-    if not config.tls:
+    cert, key = config.tls_cert, config.tls_key
+    if not cert or not key:
         return None
-    names = "WAKER_TLS_CERT", "WAKER_TLS_KEY"
-    faults = [
-        f"{name} {fault}"
-        for name, path in zip(names, config.tls, strict=True)
-        if (fault := file_fault(path))
-    ]
-    if faults:
-        raise ConfigError(faults)
     import ssl
 
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    cert, key = config.tls
     try:
         context.load_cert_chain(cert, key, password=b"")  # or it would ask for one
     except OSError:  # it would not tell which of them
@@ -2681,19 +2724,8 @@ def make_tls(config: Config) -> "ssl.SSLContext | None":
             f"WAKER_TLS_CERT {cert} and WAKER_TLS_KEY {key} must be a certificate"
             " and its private key, in PEM, the key without a passphrase"
         )
-        raise ConfigError([fault]) from None
+        raise ConfigError(fault) from None
     return context
-
-
-def why_not_listening(where: Listen, error: OSError) -> str:
-    """Tell why the port cannot be opened, and what helps."""
-    code = error.errno or 0
-    remedies = {
-        errno.EACCES: "; only root may have a port below 1024: take a higher one",
-        errno.EADDRINUSE: "; end the program that has this port, or take another one",
-        errno.EADDRNOTAVAIL: "; this box has no such address so far",
-    }
-    return f"WAKER_LISTEN {where}: {os.strerror(code)}{remedies.get(code, '')}"
 
 
 def serve(app: App, tls: "ssl.SSLContext | None" = None) -> int:
@@ -2728,16 +2760,20 @@ def serve(app: App, tls: "ssl.SSLContext | None" = None) -> int:
     return 0
 
 
-def read_secret(prompt: str) -> str:
-    """Read a line from the terminal, unseen, or else all of standard input.
+def read_passphrase() -> Passphrase:
+    """Read it from the terminal, unseen, or else from standard input, as UTF-8.
 
-    Standard input is UTF-8, whatever the locale. Raises: ValueError.
+    One line end is taken off: a passphrase has none. Raises: ValueError.
     """
-    if sys.stdin.isatty():
+    if os.isatty(0):
         import getpass
 
-        return getpass.getpass(prompt)
-    return sys.stdin.buffer.read().decode()
+        try:
+            return Passphrase.parse(getpass.getpass("Passphrase: "))
+        except (EOFError, KeyboardInterrupt):
+            raise ValueError from None
+    with os.fdopen(0, "rb", closefd=False) as stdin:
+        return Passphrase.parse(stdin.read().decode().removesuffix("\n"))
 
 
 def print_json(members: Mapping[str, object]) -> None:
@@ -2745,17 +2781,12 @@ def print_json(members: Mapping[str, object]) -> None:
     os.write(1, json.dumps(members).encode() + b"\n")
 
 
-def unlock_once(values: Mapping[str, str], folder: Path, seconds: int) -> Outcome:
+def unlock_once(machine: Machine, seconds: int) -> Outcome:
     """Do one unlock; print a line of JSON per step."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd tells the whole group
-    reader = Reader(values)
-    machine = read_machine(reader, folder, os.environ.get("CREDENTIALS_DIRECTORY", ""))
     try:
-        reader.finish()
-        passphrase = Passphrase.parse(read_secret("Passphrase: "))
-    except ConfigError as error:
-        return Outcome.failed("; ".join(str(error).splitlines()), sent=False)
-    except ValueError:
+        passphrase = read_passphrase()
+    except (ValueError, OSError):
         reason = "a passphrase has 1 to 512 bytes of UTF-8 and no control character"
         return Outcome.failed(reason, sent=False)
     progress = Progress(lambda step: print_json({"step": step}))
@@ -2768,8 +2799,7 @@ def print_table(findings: Iterable[Finding]) -> int:
     """Print each as it is found; returns 1 if anything is wrong."""
     wrong = 0
     for thing, seen, verdict in findings:
-        sys.stdout.write(printable(f"{verdict:7}{thing:15}{seen}") + "\n")
-        sys.stdout.flush()
+        os.write(1, printable(f"{verdict:7}{thing:15}{seen}").encode() + b"\n")
         wrong |= verdict == WRONG
     return wrong
 
@@ -2784,7 +2814,8 @@ def parse_seconds(text: str) -> int:
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     rows = (
-        f"  {s.name:25}{s.right}{s.default and f' [{s.default}]'}" for s in SETTINGS
+        f"  {name:25}{right} [{default or 'none'}]"
+        for name, default, _, right in SETTINGS
     )
     parser = argparse.ArgumentParser(
         description="Wake one machine by magic packet and unlock its disk over SSH.",
@@ -2796,7 +2827,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--env-file",
         metavar="FILE",
         type=Path,
-        help="read lines NAME=value; the environment wins over them",
+        help="read lines NAME=value, and let the environment win over them;"
+        f" by default {ENV_FILE}, if the environment has no setting",
     )
     parser.add_argument(
         "--seconds",
@@ -2808,10 +2840,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=("serve", "check", "unlock"),
+        choices=("serve", "check", "unlock", "state"),
         default="serve",
         help="serve: be the daemon (default); check: tell what is right and what is"
-        " wrong; unlock: take a passphrase from standard input and unlock once",
+        " wrong; unlock: take a passphrase from standard input and unlock once;"
+        " state: tell what is seen of the machine now",
     )
     return parser.parse_args(argv)
 
@@ -2827,6 +2860,17 @@ def forbid_core_dumps() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))
 
 
+def tell_faults(faults: Sequence[str], command: str) -> None:
+    """Tell what is wrong with the configuration in the way of that command."""
+    if command == "unlock":
+        print_json(Outcome.failed("; ".join(faults), sent=False)._asdict())
+    elif command == "check":
+        print_table([Finding("configuration", fault, WRONG) for fault in faults])
+    else:
+        for fault in faults:
+            LOG.error(fault)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run a command, the program's name before it; the result is the exit status."""
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -2840,29 +2884,25 @@ def main(argv: Sequence[str]) -> int:
             signal.signal(number, signal.SIG_DFL)
     LOG.setLevel(logging.INFO)
     LOG.addHandler(LogHandler())
+    ours = {n: v for n, v in os.environ.items() if n.startswith("WAKER_")}
+    file = arguments.env_file or (None if ours else Path(ENV_FILE))
+    folder = file.resolve().parent if file else Path.cwd()
     try:
-        file = arguments.env_file
-        values = read_env_file(file) if file else {}
-        values |= {n: v for n, v in os.environ.items() if n.startswith("WAKER_")}
-        folder = file.resolve().parent if file else Path.cwd()
+        values = (read_env_file(file) if file else {}) | ours
         if arguments.command == "unlock":
-            outcome = unlock_once(values, folder, arguments.seconds)
+            outcome = unlock_once(read_machine(values, folder), arguments.seconds)
             print_json(outcome._asdict())
             os._exit(outcome.outcome != "unlocked")  # paramiko's timers would take 15 s
-        credentials = os.environ.get("CREDENTIALS_DIRECTORY", "")
-        config = read_config(Reader(values), folder, credentials)
+        if arguments.command == "state":
+            print_json(look(read_machine(values, folder)).members())
+            return 0
+        config = read_config(values, folder)
         app, tls = make_app(config, os.environ, Path(argv[0])), make_tls(config)
     except ConfigError as error:
-        faults = str(error).splitlines()
-        if arguments.command == "check":
-            print_table([Finding("configuration", fault, WRONG) for fault in faults])
-        else:
-            for fault in faults:
-                LOG.error(fault)
+        tell_faults(str(error).splitlines(), arguments.command)
         return EX_CONFIG
     if arguments.command == "check":
-        right = Finding("configuration", "every value is right")
-        return print_table(itertools.chain([right], check(config)))
+        return print_table(check(config))
     return serve(app, tls)
 
 

@@ -39,6 +39,8 @@ def new_certificate(folder: Path, passphrase: bytes = b"") -> Certificate:
         .sign(key, hashes.SHA256())
     )
     pem = serialization.Encoding.PEM
+    for file in files:
+        file.touch(mode=0o600)
     files.cert.write_bytes(cert.public_bytes(pem))
     files.key.write_bytes(
         key.private_bytes(

@@ -288,8 +288,8 @@ def lab(tmp_path: Path) -> Iterator[Homelab]:
 @pytest.fixture
 def config(lab: Homelab, tmp_path: Path) -> waker.Config:
     """The daemon's configuration for it; packets go to a port that needs no root."""
-    reader = waker.Reader({"WAKER_PIN": PIN} | lab.settings())
-    return waker.read_config(reader, tmp_path)._replace(packet_port=lab.packet_port)
+    config = waker.read_config({"WAKER_PIN": PIN} | lab.settings(), tmp_path)
+    return config._replace(packet_port=lab.packet_port)
 
 
 @pytest.fixture

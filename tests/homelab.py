@@ -313,7 +313,7 @@ def main() -> int:
             "WAKER_HOMELAB_NAME": "demo machine",
             "WAKER_LISTEN": f"127.0.0.1:{port}",
         }
-        config = waker.read_config(waker.Reader(settings), folder)._replace(
+        config = waker.read_config(settings, folder)._replace(
             packet_port=machine.packet_port
         )
         print(f"Open        http://127.0.0.1:{port}/")

@@ -2,16 +2,24 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import venv
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import PASSPHRASE, PIN, PROGRAM, environment, run_waker
+from conftest import (
+    PASSPHRASE,
+    PIN,
+    PROGRAM,
+    environment,
+    need,
+    need_root,
+    run_waker,
+)
 from cryptroot_unlock import Disks
 from homelab import Homelab, bind, new_key, public_line
 from namespaces import Namespace, home, ip, udp_packets
@@ -19,7 +27,12 @@ from ssh_servers import SERVERS, Initrd, free_port, openssh, paramiko_server
 
 import waker
 
-BASE = {"WAKER_PIN": PIN, "WAKER_HOMELAB_MAC": "52:54:00:12:34:56"}
+BASE = {
+    "WAKER_PIN": PIN,
+    "WAKER_HOMELAB_MAC": "52:54:00:12:34:56",
+    "WAKER_LISTEN": "127.0.0.1:0",
+}
+UP = "-", "the system is up; to see the initrd, restart it and check again"
 Table = dict[str, tuple[str, str]]
 __all__ = ["home"]  # a fixture
 Home = tuple[Namespace, Namespace, Namespace]
@@ -56,7 +69,8 @@ def test_a_machine_that_is_off_is_nothing_wrong(lab: Homelab) -> None:
         "magic packet": ("ok", "would leave from 127.0.0.1 to 127.0.0.1"),
         "initrd's port": ("-", f"{lab.initrd_port} does not answer"),
         "system's port": ("-", f"{lab.system_port} does not answer"),
-        "machine": ("-", waker.check_state("off").seen),
+        "machine": ("-", "off, or a firewall is between; wake it, and check again"),
+        "our port": table["our port"],
         "paramiko": ("ok", table["paramiko"][1]),
         "SSH key": ("ok", key),
         "host key": ("-", "not seen, as the initrd's SSH is not there"),
@@ -65,21 +79,22 @@ def test_a_machine_that_is_off_is_nothing_wrong(lab: Homelab) -> None:
     assert lab.packets == []
 
 
-@pytest.mark.parametrize("server", SERVERS.values(), ids=SERVERS)
+@pytest.mark.parametrize("server", SERVERS)
 def test_an_initrd_that_would_take_the_passphrase_is_told_so(
-    server: Callable[..., AbstractContextManager[Initrd]], tmp_path: Path
+    server: str, tmp_path: Path
 ) -> None:
-    with server(tmp_path, Disks({"cryptroot": PASSPHRASE})) as initrd:
-        status, table = check(settings_of(initrd))
+    dialect = {"WAKER_INITRD": "systemd" if server == "openssh" else "cryptroot"}
+    with SERVERS[server](tmp_path, Disks({"cryptroot": PASSPHRASE})) as initrd:
+        status, table = check(settings_of(initrd) | dialect)
         assert initrd.received() == []
     assert status == 0
     verdict, seen = table["initrd's port"]
     assert verdict == "ok"
     assert seen.startswith(f"{initrd.port} is open; it says SSH-2.0-")
     assert table["system's port"][1].endswith(" refuses connections")
-    assert table["machine"] == ("ok", waker.check_state("locked").seen)
+    assert table["machine"] == ("ok", "the initrd's port is open")
     assert table["host key"] == ("ok", "it is the pinned one")
-    assert table["login"] == ("ok", "root is let in; to unlock was not tried")
+    assert table["login"] == ("ok", "root is let in; unlocking was not tried")
 
 
 def test_the_line_to_pin_a_host_key_can_be_pasted(tmp_path: Path) -> None:
@@ -121,17 +136,69 @@ def test_a_key_that_is_not_let_in_is_wrong(tmp_path: Path) -> None:
     assert "it is not in its authorized_keys" in table["login"][1]
 
 
-@pytest.mark.parametrize(("pinned", "told"), [(True, (1, "WRONG")), (False, (0, "-"))])
-def test_a_key_that_is_none_is_wrong_where_it_is_needed(
-    lab: Homelab, pinned: bool, told: tuple[int, str]
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("rubbish", "must be an Ed25519, ECDSA or RSA private key"),
+        ("encrypted", "must not be encrypted"),
+    ],
+)
+def test_a_key_that_cannot_be_used_is_wrong(
+    lab: Homelab, pinned: bool, key: str, told: str
 ) -> None:
     lab.ssh_key.write_text("rubbish")
-    settings = BASE | lab.settings()
-    if not pinned:
-        del settings["WAKER_SSH_HOST_KEY"]
-    status, table = check(settings)
-    assert (status, table["SSH key"][0]) == told
-    assert "must be an Ed25519, ECDSA or RSA private key" in table["SSH key"][1]
+    if key == "encrypted":
+        new_key().write_private_key_file(str(lab.ssh_key), password="secret")
+    pin = {} if pinned else {"WAKER_SSH_HOST_KEY": ""}
+    status, table = check(BASE | lab.settings() | pin)
+    assert (status, table["SSH key"][0]) == (1, "WRONG")
+    assert told in table["SSH key"][1]
+
+
+@pytest.mark.parametrize(
+    ("listen", "verdict", "seen"),
+    [
+        ("127.0.0.1:0", "ok", "127.0.0.1:0 can be opened"),
+        ("127.0.0.1:{taken}", "-", "is in use: by waker itself, if it runs"),
+        ("203.0.113.9:8080", "WRONG", "WAKER_LISTEN 203.0.113.9:8080: Cannot assign"),
+    ],
+)
+def test_the_port_that_waker_would_open_is_tried(
+    lab: Homelab, listen: str, verdict: str, seen: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = listen.format(taken=taken.getsockname()[1])
+        status, table = check(BASE | lab.settings() | {"WAKER_LISTEN": listen})
+    assert (status, table["our port"][0]) == (verdict == "WRONG", verdict)
+    assert seen in table["our port"][1]
+
+
+@pytest.mark.parametrize("user", ["root", "nobody"])
+def test_a_port_for_root_alone_is_wrong(lab: Homelab, user: str) -> None:
+    """The service is not root, though who checks is."""
+    need_root()
+    command = [sys.executable, PROGRAM, "check"]
+    if user == "nobody":
+        command = [need("setpriv"), "--reuid=65534", "--bounding-set=-all", *command]
+    settings = BASE | lab.settings() | {"WAKER_SSH_HOST_KEY": ""}
+    ended = subprocess.run(
+        command,
+        env=environment(settings | {"WAKER_LISTEN": "127.0.0.1:81"}),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    verdict, seen = read(ended.stdout)["our port"]
+    assert (ended.returncode, verdict) == (1, "WRONG")
+    assert "root" in seen
+
+
+@pytest.mark.parametrize(("pin", "told"), [("24681012", True), ("2468101x", False)])
+def test_a_pin_of_digits_alone_is_told(lab: Homelab, pin: str, told: bool) -> None:
+    status, table = check(BASE | lab.settings() | {"WAKER_PIN": pin})
+    words = "digits only: enough behind a VPN, too little for the open internet"
+    assert (status, table.get("PIN")) == (0, ("-", words) if told else None)
 
 
 def test_every_fault_of_the_configuration_is_a_line(lab: Homelab) -> None:
@@ -140,7 +207,7 @@ def test_every_fault_of_the_configuration_is_a_line(lab: Homelab) -> None:
     assert (ended.returncode, ended.stderr) == (78, "")
     assert ended.stdout == (
         "WRONG  configuration  WAKER_PIN must be 8 to 128 characters\n"
-        "WRONG  configuration  WAKER_LISTEN must be address and port, such as"
+        "WRONG  configuration  WAKER_LISTEN must be an address and a port such as"
         " 127.0.0.1:8080\n"
     )
 
@@ -159,7 +226,7 @@ def test_a_system_that_is_up_is_told(tmp_path: Path) -> None:
         swapped = {name: settings[ports[i - 1]] for i, name in enumerate(ports)}
         status, table = check(settings | swapped)
     assert status == 0
-    assert table["machine"] == ("-", waker.check_state("up").seen)
+    assert table["machine"] == UP
     assert table["host key"] == ("-", "not seen, as the initrd's SSH is not there")
 
 
@@ -173,24 +240,31 @@ def test_the_key_of_a_system_that_is_up_is_not_to_be_pinned(tmp_path: Path) -> N
         settings = BASE | system.machine().settings()
         settings["WAKER_SYSTEM_SSH_PORT"] = str(other.getsockname()[1])
         pin = {"WAKER_SSH_HOST_KEY": public_line(new_key())}
-        up = "-", waker.check_state("up").seen
         for more, told in (
             ({"WAKER_SSH_HOST_KEY": ""}, "none is pinned, so waker refuses to unlock"),
             (pin, "not seen"),
         ):
             status, table = check(settings | more)
-            assert (status, table["machine"]) == (0, up)
+            assert (status, table["machine"]) == (0, UP)
             assert table["host key"][0] == "-"
             assert table["host key"][1].startswith(told)
             assert "SHA256" not in table["host key"][1]
 
 
-def test_an_openssh_where_dropbear_should_be_is_not_to_be_pinned(
-    tmp_path: Path,
+@pytest.mark.parametrize("pinned", [True, False])
+def test_an_openssh_where_dropbear_should_be_is_wrong_and_not_to_be_pinned(
+    tmp_path: Path, pinned: bool
 ) -> None:
     with openssh(tmp_path, Disks({"cryptroot": PASSPHRASE})) as system:
-        status, table = check(settings_of(system) | {"WAKER_SSH_HOST_KEY": ""})
-    assert (status, table["host key"][0]) == (0, "-")
+        pin = {} if pinned else {"WAKER_SSH_HOST_KEY": ""}
+        status, table = check(settings_of(system) | pin)
+    assert (status, table["initrd's port"][0], table["host key"][0]) == (
+        1,
+        "WRONG",
+        "-",
+    )
+    told = ": this is the booted system, or WAKER_INITRD=systemd is missing"
+    assert table["initrd's port"][1].endswith(told)
     assert "SHA256" not in table["host key"][1]
 
 
@@ -211,18 +285,20 @@ def test_a_private_key_of_no_use_is_told_with_the_remedy(
     if not pinned:
         settings["WAKER_SSH_HOST_KEY"] = ""
     ended = run_waker("check", settings=settings)
-    assert ended.returncode == (78 if pinned else 0)
+    assert ended.returncode == (78 if pinned else 1)
     row = read(ended.stdout)["configuration" if pinned else "SSH key"]
-    assert row[1].startswith(f"WAKER_SSH_KEY {lab.ssh_key}")
-    remedies = {"missing": "make it", "empty": "fill it", "open": "chmod 600 "}
-    assert remedies.get(kind, "correct the path") in row[1]
+    assert row[0] == "WRONG"
+    assert f"{lab.ssh_key} is " in row[1]
+    words = {"open": "chmod 600 ", "pipe": "correct the path"}
+    assert words.get(kind, "missing or empty") in row[1]
 
 
 def test_a_port_of_both_is_one_line(tmp_path: Path) -> None:
     with paramiko_server(tmp_path, Disks({"cryptroot": PASSPHRASE})) as initrd:
         status, table = check(BASE | initrd.machine().settings())
     assert (status, table["login"][0]) == (0, "ok")
-    assert [thing for thing in table if thing.endswith("port")] == ["common port"]
+    ports = [thing for thing in table if thing.endswith("port")]
+    assert ports == ["our port", "common port"]
 
 
 def test_it_ends_without_a_word_when_nobody_reads_on(lab: Homelab) -> None:
@@ -252,7 +328,7 @@ def test_what_a_port_says_is_shown_with_its_control_characters_escaped(
             command, env=environment(settings), stdout=subprocess.PIPE, text=True
         ) as checking:
             with listener.accept()[0] as tcp:
-                tcp.sendall(b"\x1b[31m\xff\x00red\x07\n")
+                tcp.sendall(b"\x1b[31m\xff\x00red\x07\r\nand its key exchange")
             table = read(checking.communicate()[0])
     seen = rf"{port} is open; it says \x1b[31m\xff\x00red\x07"
     assert table["system's port"] == ("ok", seen)

@@ -16,7 +16,18 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from conftest import MODULE, PASSPHRASE, PIN, Client, daemon, run_waker, running
+from conftest import (
+    CHECKOUT,
+    MODULE,
+    PASSPHRASE,
+    PIN,
+    Client,
+    daemon,
+    environment,
+    need,
+    run_waker,
+    running,
+)
 from cryptroot_unlock import Disks
 from homelab import Homelab
 from ssh_servers import paramiko_server
@@ -315,8 +326,8 @@ def test_the_log_never_names_a_trusted_proxy(lab: Homelab) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    ["", "a" * 513, "with newline\n", "tab\t"],
-    ids=["empty", "long", "nl", "tab"],
+    ["", "\n", "a" * 513, "two\n\n", "two\nlines", "tab\t"],
+    ids=["nothing", "empty", "long", "two ends", "two lines", "tab"],
 )
 def test_unlock_by_hand_refuses_an_impossible_passphrase(
     tmp_path: Path, given: str
@@ -332,9 +343,71 @@ def test_unlock_by_hand_refuses_an_impossible_passphrase(
 def test_unlock_by_hand_tells_its_configuration_faults() -> None:
     ended = run_waker("unlock", settings={"WAKER_INITRD_SSH_PORT": "x"}, given="p")
     outcome = waker.Outcome(**json.loads(ended.stdout))
-    assert outcome.message.startswith("WAKER_HOMELAB_HOST must be")
+    assert outcome.message.startswith("WAKER_HOMELAB_HOST is not set; it must be")
     assert "; WAKER_INITRD_SSH_PORT must be" in outcome.message
-    assert ended.returncode == 1
+    assert ended.returncode == 78
+
+
+def test_unlock_by_hand_takes_a_line(tmp_path: Path) -> None:
+    with paramiko_server(tmp_path, Disks({"d": PASSPHRASE})) as initrd:
+        settings, given = initrd.machine().settings(), f"{PASSPHRASE}\n"
+        assert run_waker("unlock", settings=settings, given=given).returncode == 0
+        assert initrd.received() == [PASSPHRASE.encode()]
+
+
+@pytest.mark.parametrize("key", [b"\x03", b"\x04", b"\n"], ids=["^C", "^D", "Enter"])
+def test_unlock_by_hand_can_be_given_up_at_the_prompt(
+    tmp_path: Path, key: bytes
+) -> None:
+    ours, its = os.openpty()
+    with paramiko_server(tmp_path, Disks({"d": "p"})) as initrd:
+        with subprocess.Popen(
+            [need("setsid"), "--ctty", *MODULE, "unlock"],
+            cwd=CHECKOUT,
+            env=environment(initrd.machine().settings()),
+            stdin=its,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as child:
+            assert os.read(ours, 12) == b"Passphrase: "
+            os.write(ours, key)
+            printed, complaints = child.communicate(timeout=60)
+    os.close(ours)
+    os.close(its)
+    assert json.loads(printed)["message"].startswith("a passphrase has 1 to 512 bytes")
+    assert (child.returncode, complaints) == (1, "")
+
+
+@pytest.mark.parametrize("redirection", ["<&-", "</dev/null"])
+def test_unlock_by_hand_without_any_input_says_what_it_takes(
+    lab: Homelab, redirection: str
+) -> None:
+    ended = subprocess.run(
+        ["sh", "-c", f'exec "$0" "$@" {redirection}', *MODULE, "unlock"],
+        cwd=CHECKOUT,
+        env=environment(lab.settings()),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    message = json.loads(ended.stdout)["message"]
+    assert message.startswith("a passphrase has 1 to 512 bytes of UTF-8")
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def test_the_state_is_printed_without_a_pin(lab: Homelab) -> None:
+    ended = run_waker("state", settings={"WAKER_HOMELAB_HOST": lab.address})
+    assert ended.returncode == 0
+    assert json.loads(ended.stdout).keys() == {
+        *("state", "reachable", "initrd_ssh_open", "system_ssh_open")
+    }
+    settings = lab.settings() | {"WAKER_SSH_HOST_KEY": ""}
+    ended = run_waker("state", settings=settings)
+    assert json.loads(ended.stdout)["state"] == "off"
+    ended = run_waker("state", settings=settings | {"WAKER_INITRD": "x"})
+    assert (ended.returncode, ended.stdout) == (78, "")
+    assert ended.stderr == "WAKER_INITRD must be cryptroot or systemd\n"
 
 
 def test_unlock_by_hand_reads_the_env_file(tmp_path: Path) -> None:

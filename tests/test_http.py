@@ -751,8 +751,8 @@ def test_what_is_wrong_with_a_certificate_is_told(
     for files, words in (
         ((cert, ""), "WAKER_TLS_CERT and WAKER_TLS_KEY must both be set"),
         (("", key), "WAKER_TLS_CERT and WAKER_TLS_KEY must both be set"),
-        ((cert, "/nowhere"), "/nowhere: No such file or directory"),
-        (("/nowhere", key), "/nowhere: No such file or directory"),
+        ((cert, "/nowhere"), "/nowhere is missing or empty"),
+        (("/nowhere", key), "/nowhere is missing or empty"),
         ((cert, cert), "must be a certificate and its private key"),
         ((key, key), "must be a certificate and its private key"),
         ((cert, str(locked.key)), "the key without a passphrase"),

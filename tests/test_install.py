@@ -103,7 +103,7 @@ def test_the_example_wants_three_values_and_shows_every_setting(tmp_path: Path) 
     file = tmp_path / "waker.env"
     file.write_text(example)
     with pytest.raises(waker.ConfigError) as told:
-        waker.read_config(waker.Reader(waker.read_env_file(file)), tmp_path)
+        waker.read_config(waker.read_env_file(file), tmp_path)
     missing = ["WAKER_PIN", "WAKER_HOMELAB_MAC", "WAKER_HOMELAB_HOST"]
     faults = str(told.value).splitlines()
     assert sorted(fault.split()[0] for fault in faults) == sorted(missing)
@@ -111,14 +111,14 @@ def test_the_example_wants_three_values_and_shows_every_setting(tmp_path: Path) 
     for name, value in zip(missing, values, strict=True):
         example = example.replace(f"\n{name}=\n", f"\n{name}={value}\n")
     file.write_text(example)
-    config = waker.read_config(waker.Reader(waker.read_env_file(file)), tmp_path)
+    config = waker.read_config(waker.read_env_file(file), tmp_path)
     file.write_text(example.replace("\n#WAKER", "\nWAKER"))
     shown = waker.read_env_file(file)
     assert shown.keys() == {setting.name for setting in waker.SETTINGS}
     for setting in waker.SETTINGS:
         assert setting.default in ("", shown[setting.name])
     three = dict(zip(missing, values, strict=True))
-    assert config[1:] == waker.read_config(waker.Reader(three), tmp_path)[1:]
+    assert config == waker.read_config(three, tmp_path)
 
 
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def slow_lab(tmp_path: Path) -> Iterator[Homelab]:
 
 def configure(lab: Homelab, folder: Path) -> waker.Config:
     settings = {"WAKER_PIN": PIN, "WAKER_HOMELAB_NAME": "my machine"} | lab.settings()
-    config = waker.read_config(waker.Reader(settings), folder)
+    config = waker.read_config(settings, folder)
     return config._replace(packet_port=lab.packet_port)
 
 
@@ -704,7 +704,7 @@ def test_nothing_moves_for_who_does_not_want_it(
 def test_a_system_that_does_not_come_up_is_told(tmp_path: Path, phone: Phone) -> None:
     with paramiko_server(tmp_path, Disks({"d": PASSPHRASE})) as initrd:
         settings = {"WAKER_PIN": PIN} | MAC | initrd.machine().settings()
-        config = waker.read_config(waker.Reader(settings), tmp_path)
+        config = waker.read_config(settings, tmp_path)
         with running(config._replace(start_seconds=2)) as client:
             phone.open(client).give_pin().start()
             phone.reads("Unlocked: d. The system was not seen up since. Give it some")

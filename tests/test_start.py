@@ -78,7 +78,7 @@ def initrd(tmp_path: Path) -> Iterator[Any]:
             folder.mkdir()
             server = stack.enter_context(paramiko_server(folder, disks))
             settings = {"WAKER_PIN": "12345678"} | MAC | server.machine().settings()
-            config = waker.read_config(waker.Reader(settings), tmp_path)
+            config = waker.read_config(settings, tmp_path)
             config = config._replace(start_seconds=start_seconds)
             return stack.enter_context(running(config)).log_in("12345678"), server
 
@@ -220,7 +220,7 @@ def test_a_connection_that_breaks_off_is_tried_again(tmp_path: Path) -> None:
                 initrd_port=broken.getsockname()[1], system_port=closed.getsockname()[1]
             )
             settings = {"WAKER_PIN": "12345678"} | MAC | machine.settings()
-            config = waker.read_config(waker.Reader(settings), tmp_path)
+            config = waker.read_config(settings, tmp_path)
             with running(config) as client:
                 start(client.log_in("12345678"))
                 ends = time.monotonic() + 60

@@ -114,8 +114,8 @@ def test_the_states_of_a_machine_from_off_to_up(
     disks = Disks({"cryptroot": PASSPHRASE})
     (tmp_path / "machine").mkdir()
     lab = Homelab(tmp_path / "machine", disks=disks, shared_port=shared_port)
-    reader = waker.Reader({"WAKER_PIN": "24681012"} | lab.settings())
-    config = waker.read_config(reader, tmp_path)._replace(packet_port=lab.packet_port)
+    config = waker.read_config({"WAKER_PIN": "24681012"} | lab.settings(), tmp_path)
+    config = config._replace(packet_port=lab.packet_port)
     with contextlib.closing(lab), running(config) as client:
         client.log_in("24681012")
         assert state(client) == "off"
