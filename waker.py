@@ -39,19 +39,19 @@ import functools
 import hashlib
 import hmac
 import importlib.util
+import io
 import ipaddress
-import itertools
 import json
 import logging
 import math
 import os
-import queue
 import re
 import resource
+import secrets
 import select
-import selectors
 import signal
 import socket
+import socketserver
 import stat
 import sys
 import threading
@@ -60,8 +60,9 @@ import warnings
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 if TYPE_CHECKING:  # the daemon imports each where it needs it, or pays for years
     import ssl
@@ -643,12 +644,11 @@ def read_config(values: Mapping[str, str], folder: Path) -> Config:
 
 # ---- Answers -------------------------------------------------------------------------
 # A handler takes a Request and returns a Response or raises a Fault. `refusal` makes
-# the Response of a Fault; nothing else in this file makes an error. What takes time is
-# done for a patient request only; for another one MustWait is raised before it begins.
+# the Response of a Fault; nothing else in this file makes an error.
 
 BODY: Final = 16384  # bytes: a PIN or a passphrase, with much room
-BRACKETS: Final = 600  # in a body: a passphrase has up to 512; where 16,000 are nested,
-# json overflows the stack of a thread (Python 3.13: 512 KiB are too few; musl: 128 KiB)
+BRACKETS: Final = 600  # in a body: a passphrase may have 512; 16,000 nested ones would
+# overflow the stack of a thread in the json of Python 3.13
 
 
 class Request(NamedTuple):
@@ -656,12 +656,11 @@ class Request(NamedTuple):
 
     method: str
     path: str
-    client: str  # its address; an IPv4 one is never in IPv6's clothes
+    client: str  # its address
     now: float  # monotonic seconds
     content_type: str = ""
     token: str = ""
     body: bytes | None = b""  # None: longer than BODY, and not read
-    patient: bool = True  # False where everybody else would have to wait as well
 
     def __repr__(self) -> str:
         return f"Request({self.method} {self.path} of {self.client})"
@@ -686,19 +685,6 @@ class Fault(Exception):
         super().__init__(text)
         self.status = status
         self.headers = headers
-
-
-class MustWait(Exception):
-    """What is asked for takes time, so only a worker can answer."""
-
-
-def take_time(request: Request) -> None:
-    """Let a patient request go on; before this, a handler has changed nothing.
-
-    Raises: MustWait for another one.
-    """
-    if not request.patient:
-        raise MustWait
 
 
 def reply(members: Mapping[str, object]) -> Response:
@@ -771,7 +757,7 @@ class Tokens:
 
     def issue(self, now: float) -> str:
         """Make a token; where there are too many, the oldest one ends."""
-        token = base64.urlsafe_b64encode(os.urandom(32)).decode().rstrip("=")
+        token = secrets.token_urlsafe(32)
         with self._lock:
             while len(self._ends) >= TOKENS:
                 del self._ends[next(iter(self._ends))]
@@ -1817,7 +1803,6 @@ def post_auth(app: App, request: Request) -> Response:
 
 def get_status(app: App, request: Request) -> Response:
     """Tell what is seen of the machine."""
-    take_time(request)
     sight = app.watcher.look(request.now)
     start = app.starter.members(request.now)
     return reply({"name": app.config.name, **sight.members(), "start": start})
@@ -1825,7 +1810,6 @@ def get_status(app: App, request: Request) -> Response:
 
 def post_wol(app: App, request: Request) -> Response:
     """Send the magic packet."""
-    take_time(request)
     message = wake(app.config)
     LOG.info("ip=%s %s", request.client, message)
     return reply({"success": True, "message": message})
@@ -1843,7 +1827,6 @@ def take_passphrase(request: Request) -> Passphrase:
 def post_unlock(app: App, request: Request) -> Response:
     """Hand the passphrase to the machine."""
     passphrase = take_passphrase(request)
-    take_time(request)
     app.unlocker.claim()
     try:
         outcome = app.unlocker.run(passphrase)
@@ -1867,7 +1850,6 @@ def post_start(app: App, request: Request) -> Response:
 
 def delete_start(app: App, request: Request) -> Response:
     """Cancel the start."""
-    take_time(request)
     LOG.info("ip=%s wants the start cancelled", request.client)
     message = app.starter.cancel()
     return reply({"success": True, "message": message})
@@ -1926,25 +1908,23 @@ def refuse(app: App, fault: Fault, what: str, client: str) -> Response:
 
 
 # ---- HTTP: what is said --------------------------------------------------------------
-# One request per connection. What is not plainly right is refused: a request that can
-# be read in two ways can be smuggled past a proxy. Every expression takes time that is
-# linear in its input. Sources: RFC 9110 and 9112.
+# What is not plainly right is refused: a request that can be read in two ways can be
+# smuggled past a proxy. Every expression takes time that is linear in its input.
+# Sources: RFC 9110 and 9112.
 
-REQUEST_LINE: Final = 8192  # bytes
 HEAD: Final = 16384  # bytes: the request line and the header fields
 FIELDS: Final = 100
 HOPS: Final = 16  # proxies in a row
 
 TOKEN: Final = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
-START: Final = re.compile(rb"(%b+) ([!-~]+) HTTP/([0-9])\.[0-9]" % TOKEN)
-FIELD: Final = re.compile(rb"(%b+):([\t -~\x80-\xff]*)" % TOKEN)
-BROKEN: Final = re.compile(rb"(?<!\r)\n|\r[^\n]")  # an end of line that is none
-AUTHORITY: Final = r"(?:[\w.~-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?"
-TARGET: Final = re.compile(
-    rf"(?ai)(https?://{AUTHORITY})?"
-    r"(/(?:[\w.~!$&'()*+,;=:@/-]|%[0-9A-F]{2})*)?"
-    r"(?:\?(?:[\w.~!$&'()*+,;=:@/?-]|%[0-9A-F]{2})*)?"
+AUTHORITY: Final = rb"(?:[\w.~-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?"
+PATH: Final = rb"/(?:[\w.~!$&'()*+,;=:@/-]|%[0-9A-Fa-f]{2})*"
+QUERY: Final = rb"\?(?:[\w.~!$&'()*+,;=:@/?-]|%[0-9A-Fa-f]{2})*"
+START: Final = re.compile(  # a path, or an absolute URL with or without one
+    rb"(%b+) (?:(?i:https?)://%b(?=[/? ])|(?=/))(%b)?(?:%b)? HTTP/1\.([01])"
+    % (TOKEN, AUTHORITY, PATH, QUERY)
 )
+FIELD: Final = re.compile(rb"(%b+):([\t -~\x80-\xff]*)" % TOKEN)
 ONCE: Final = ("authorization", "content-length", "content-type", "host")
 
 
@@ -1955,83 +1935,55 @@ class Head(NamedTuple):
     path: str
     fields: Mapping[str, str]  # by lower-case name
     length: int  # of the body, in bytes
+    expects_continue: bool  # the client waits for a word before it sends the body
 
 
-def parse_fields(lines: Sequence[bytes]) -> dict[str, str]:
-    """Read the header fields. Raises: Fault 400, 431."""
-    if len(lines) > FIELDS:
-        raise Fault(431, f"There must be at most {FIELDS} header fields")
+def read_lines(file: io.BufferedReader) -> Iterator[bytes]:
+    """Read the lines of a head up to the empty one, without their ends.
+
+    Raises: Fault 400, 431.
+    """
+    left = HEAD
+    if not re.match(TOKEN, file.peek(1)):  # it may be TLS, which has no lines
+        raise Fault(400, "The request line must be METHOD TARGET HTTP/1.1")
+    while (line := file.readline(left)) != b"\r\n":
+        left -= len(line)
+        if not left:
+            raise Fault(431, f"The head must have at most {HEAD} bytes")
+        if not line.endswith(b"\r\n"):
+            raise Fault(400, "Each line of the head must be complete, with CR LF")
+        yield line[:-2]
+
+
+def read_head(file: io.BufferedReader) -> Head:
+    """Read a head and judge each line as it comes. Raises: Fault 400, 431, 501."""
+    lines = read_lines(file)
+    start = START.fullmatch(next(lines))
+    if not start:
+        raise Fault(400, "The request line must be METHOD TARGET HTTP/1.1")
     fields: dict[str, str] = {}
-    for line in lines:
+    for number, line in enumerate(lines, 1):
         found = FIELD.fullmatch(line)
         if not found:
             raise Fault(400, "A header field must be NAME: VALUE, on one line")
         name, value = found[1].decode().lower(), found[2].decode("latin-1").strip(" \t")
+        if number > FIELDS:
+            raise Fault(431, f"There must be at most {FIELDS} header fields")
         if name in fields and name in ONCE:
             raise Fault(400, "A header field is there twice, and must not be")
         fields[name] = f"{fields[name]}, {value}" if name in fields else value
-    return fields
-
-
-def parse_head(head: bytes) -> Head:
-    """Read a head, without the empty line. Raises: Fault 400, 414, 431, 505."""
-    line, *lines = head.split(b"\r\n")
-    if len(line) > REQUEST_LINE and b" " in line[:32]:
-        raise Fault(414, f"The request line must have at most {REQUEST_LINE} bytes")
-    start = START.fullmatch(line)
-    if not start:
-        raise Fault(400, "The request line must be METHOD TARGET HTTP/1.1")
-    if start[3] != b"1":
-        raise Fault(505, "The version must be HTTP/1.1")
-    if len(head) > HEAD:
-        raise Fault(431, f"The head must have at most {HEAD} bytes")
-    target = TARGET.fullmatch(start[2].decode())
-    if not target or not (target[1] or target[2]):
-        raise Fault(400, "The target must be a path or an http URL")
-    fields = parse_fields(lines)
-    host = fields.get("host", "none" if line.endswith(b"1.0") else "")
-    if not re.fullmatch(AUTHORITY, host, re.ASCII):
+    modern = start[3] == b"1"
+    host = fields.get("host", "" if modern else "none").encode("latin-1")
+    if not re.fullmatch(AUTHORITY, host):
         raise Fault(400, "Host must be a name or an address, and maybe a port")
     if "transfer-encoding" in fields:
-        raise Fault(400, "Transfer-Encoding is refused; send Content-Length")
+        raise Fault(501, "Transfer-Encoding is not supported; send Content-Length")
     length = fields.get("content-length", "0")
     if not re.fullmatch("0|[1-9][0-9]{0,17}", length):
         raise Fault(400, "Content-Length must be one decimal number")
-    return Head(start[1].decode(), target[2] or "/", fields, int(length))
-
-
-def request_size(data: bytes, seen: int) -> int:
-    """Tell how many bytes make a request whole; 0 while that is open.
-
-    Its first `seen` bytes were here before, and are not gone through again. One that
-    is past hope is whole as it is, so that it can be refused at once.
-    """
-    end = data.find(b"\r\n\r\n", max(seen - 3, 0))
-    if end >= 0:
-        try:
-            length = parse_head(data[:end]).length
-        except Fault:
-            length = 0
-        return end + 4 + (length if length <= BODY else 0)
-    newline = data.find(b"\n", seen)
-    past_hope = (
-        len(data) > HEAD
-        or not re.match(TOKEN, data)
-        or BROKEN.search(data, max(seen - 1, 0))
-        or (
-            newline > 0 > data.find(b"\n", 0, seen)
-            and not START.fullmatch(data, 0, newline - 1)
-        )
-    )
-    return len(data) if past_hope else 0
-
-
-def expects_continue(data: bytes) -> bool:
-    """Tell whether a client wants a word before it sends the body."""
-    head, _, _ = data.partition(b"\r\n\r\n")
-    line, _, _ = head.partition(b"\r\n")
-    expected = parse_head(head).fields.get("expect", "")
-    return line.endswith(b"1.1") and expected.lower() == "100-continue"
+    waits = modern and fields.get("expect", "").lower() == "100-continue"
+    path = (start[2] or b"/").decode()
+    return Head(start[1].decode(), path, fields, int(length), waits)
 
 
 def find_client(peer: str, forwarded: str, proxies: Sequence[Network]) -> str:
@@ -2046,86 +1998,43 @@ def find_client(peer: str, forwarded: str, proxies: Sequence[Network]) -> str:
     return client
 
 
-def parse_request(
-    data: bytes, peer: str, proxies: Sequence[Network], now: float
+def read_request(
+    file: io.BufferedReader, head: Head, peer: str, proxies: Sequence[Network]
 ) -> Request:
-    """Read a request that is whole. Raises: Fault."""
-    start, end, rest = data.partition(b"\r\n\r\n")
-    head = parse_head(start)
-    if not end or len(rest) < head.length <= BODY:
+    """Read the body, unless it is too long, and put the request together.
+
+    Raises: Fault 400 for a body that ends early.
+    """
+    body = file.read(head.length) if head.length <= BODY else None
+    if body is not None and len(body) < head.length:
         raise Fault(400, "The request ended before it was complete")
     scheme, _, token = head.fields.get("authorization", "").partition(" ")
     return Request(
         method=head.method,
         path=head.path,
         client=find_client(peer, head.fields.get("x-forwarded-for", ""), proxies),
-        now=now,
+        now=time.monotonic(),  # an attempt counts when it is complete
         content_type=head.fields.get("content-type", ""),
         token=token.strip(" ") if scheme.lower() == "bearer" else "",
-        body=rest[: head.length] if head.length <= BODY else None,
+        body=body,
     )
-
-
-def serialize(response: Response, *, head_only: bool = False) -> bytes:
-    """Write a response as HTTP/1.1 has it."""
-    status = HTTPStatus(response.status)
-    fields = (
-        ("Date", time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())),
-        ("Server", "waker"),
-        ("Connection", "close"),
-        ("Cache-Control", "no-store"),
-        ("X-Content-Type-Options", "nosniff"),
-        ("Content-Type", response.content_type),
-        ("Content-Length", str(len(response.body))),
-        *response.headers,
-    )
-    lines = "".join(f"{name}: {value}\r\n" for name, value in fields)
-    head = f"HTTP/1.1 {status.value} {status.phrase}\r\n{lines}\r\n"
-    return head.encode() + (b"" if head_only else response.body)
-
-
-def respond(app: App, data: bytes, peer: str, now: float, *, patient: bool) -> bytes:
-    """Answer a request that has come whole, or tell what is wrong with it.
-
-    Raises: MustWait, if it is not patient and that takes time.
-    """
-    what, client = "a request", peer
-    try:
-        request = parse_request(data, peer, app.config.proxies, now)
-        what, client = f"{request.method} {request.path}", request.client
-        response = dispatch(app, request._replace(patient=patient))
-    except MustWait:
-        raise
-    except Fault as fault:
-        response = refuse(app, fault, what, client)
-    except Exception as error:  # noqa: BLE001 - no bug may take the daemon down
-        LOG.error("ip=%s %s", client, describe_bug(error))
-        response = refusal(Fault(500, "Internal error; the log tells where"))
-    return serialize(response, head_only=data.startswith(b"HEAD "))
 
 
 # ---- HTTP: the connections -----------------------------------------------------------
-# One loop has them all. It gathers what comes until a request is whole, answers it, and
-# sends what a client takes of the answer; it waits for no client, so a slow one costs a
-# descriptor and its bytes. What takes time to answer stands in line for a worker, or is
-# refused where the line is long. Where there are too many connections, one has to go:
-# of the client that has the most, the one that has waited longest.
+# A thread for each connection, which carries one request. http.server has no limits of
+# its own; here they are. Nothing can be held up for long by who is slow, and nobody is
+# kept out by those who are many: if there are too many, one of the many goes.
 
 CLIENT_SECONDS: Final = 10  # for a whole request to come; again, to take the answer
-CALM_SECONDS: Final = 60  # between two lines in the log that there are too many
-BACKLOG: Final = 4096  # connections that wait to be let in
-CONNECTIONS: Final = 900  # at a time, or three in four of what the system allows us
-TLS_CONNECTIONS: Final = 60  # instead, for each takes some 50 KB
-PER_CLIENT: Final = 24  # connections, if it is no proxy that we trust
-HELD: Final = 1 << 20  # bytes of all connections together
-SEALED: Final = 40960  # bytes of TLS from a client: a handshake and a request
-DRAIN: Final = 1 << 20  # bytes that a client may send after its request
-WORKERS: Final = 8
-QUEUE: Final = 64  # requests that wait for a worker, with those at work
-AT_ONCE: Final = 8  # new clients, or late ones, before others have their turn
-EXHAUSTED_SECONDS: Final = 0.05  # to wait when the system has no descriptor left
-
+DRAIN_SECONDS: Final = 2  # for a client to hang up that has its answer
+DRAIN: Final = 1 << 20  # bytes that it may send meanwhile
+THREADS: Final = 64  # connections at a time: half a megabyte each at the worst
+PER_CLIENT: Final = 24  # of them, if it is no proxy that we trust; a browser opens 6
+STACK: Final = 512 << 10  # bytes for each thread; musl's 128 KiB are too few for json
+BACKLOG: Final = 4096  # connections that wait for their thread in the kernel
+DROP_SECONDS: Final = 0.05  # for the thread of a dropped connection to end
 EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+EXHAUSTED_SECONDS: Final = 0.05  # until the system may have a descriptor again
 
 
 def listen(where: Listen) -> socket.socket:
@@ -2134,12 +2043,15 @@ def listen(where: Listen) -> socket.socket:
     everywhere = host == "::" and socket.has_dualstack_ipv6()
     if host == "::" and not everywhere:
         host = "0.0.0.0"  # noqa: S104 - every address is what the user wants
-    return socket.create_server(
+    tcp = socket.create_server(
         (host, where.port),
         family=socket.AF_INET6 if ":" in host else socket.AF_INET,
         backlog=BACKLOG,
         dualstack_ipv6=everywhere,
     )
+    # The kernel keeps a client that has said nothing so far: it takes no thread.
+    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, CLIENT_SECONDS)
+    return tcp
 
 
 def why_not_listening(where: Listen, error: OSError) -> str:
@@ -2153,366 +2065,264 @@ def why_not_listening(where: Listen, error: OSError) -> str:
     return f"WAKER_LISTEN {where}: {os.strerror(code)}{remedies.get(code, '')}"
 
 
-class Tls:
-    """The TLS of one connection, from bytes to bytes. Whatever raises: OSError.
+class Incoming(io.RawIOBase):
+    """What a client sends, all of it by one deadline; a timeout is for each `recv`."""
 
-    On a socket, ssl would read on as long as the client sends what has no meaning to
-    us, such as one new key after the other, and so never come back.
-    """
+    def __init__(self, tcp: socket.socket, before: Callable[[], None]) -> None:
+        super().__init__()
+        self._tcp = tcp
+        self._ends = time.monotonic() + CLIENT_SECONDS
+        self._before = before  # is called before the client is waited for
+        self._begun = False
 
-    def __init__(self, context: "ssl.SSLContext") -> None:
-        import ssl
+    def readable(self) -> bool:
+        """Tell that it can be read."""
+        return True
 
-        self._wants_more = ssl.SSLWantReadError
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
-        self._taken = 0
-
-    def open(self, data: bytes) -> bytes:
-        """Take what came; returns what it says."""
-        self._taken += len(data)
-        if self._taken > SEALED:
-            raise ConnectionAbortedError
-        self._incoming.write(data)
-        chunks = [b""]
-        with contextlib.suppress(self._wants_more):
-            while chunk := self._tls.read(HEAD):
-                chunks.append(chunk)
-        return b"".join(chunks)
-
-    def reply(self) -> bytes:
-        """Tell what TLS itself has to say."""
-        return self._outgoing.read()
-
-    def seal(self, data: bytes, *, last: bool = True) -> bytes:
-        """Make of data what is to be sent; if it is the last, with a farewell."""
-        self._tls.write(data)
-        with contextlib.suppress(self._wants_more):  # we wait for no other farewell
-            if last:
-                self._tls.unwrap()
-        return self._outgoing.read()
+    def readinto(self, buffer: Any) -> int:
+        """Read what there is. Raises: TimeoutError at the deadline; OSError."""
+        if self._begun:  # at first, something has come already
+            self._before()
+        self._begun = True
+        left = self._ends - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._tcp.settimeout(left)
+        return self._tcp.recv_into(buffer)
 
 
-class Connection:
-    """One client, from its arrival to its end."""
-
-    def __init__(
-        self, tcp: socket.socket, peer: str, counted: str, tls: Tls | None
-    ) -> None:
-        self.tcp = tcp
-        self.tls = tls
-        self.peer = peer  # its address
-        self.counted = counted  # the name by which its connections are counted
-        self.ends = 0.0  # monotonic seconds
-        self.step: Callable[[Connection], None]  # to take when the socket is ready
-        self.buffer = b""  # what has come of the request; then what is left to send
-        self.size = 0  # bytes of the whole request, once that is known
-        self.answered = False  # so that what is left to send is in the buffer
-        self.drained = 0  # bytes that came after it
+def respond(app: App, peer: str, received: Request | Fault) -> Response:
+    """Answer a request, or tell what was wrong with it."""
+    if isinstance(received, Fault):
+        return refuse(app, received, "a request", peer)
+    try:
+        return dispatch(app, received)
+    except Fault as fault:
+        what = f"{received.method} {received.path}"
+        return refuse(app, fault, what, received.client)
+    except Exception as error:  # noqa: BLE001 - no bug may leave a client without answer
+        LOG.error("ip=%s %s", received.client, describe_bug(error))
+        return refusal(Fault(500, "Internal error; the log tells where"))
 
 
-# Whole requests, and when they were that: monotonic seconds. None ends a worker.
-Line = queue.SimpleQueue[tuple[Connection, float] | None]
+class Handler(BaseHTTPRequestHandler):
+    """One connection: reads one request, answers it, and lets the client hang up."""
+
+    server: "Server"
+    request: socket.socket
+    rfile: io.BufferedReader
+    wfile: io.BytesIO
+    protocol_version = request_version = "HTTP/1.1"
+
+    def setup(self) -> None:
+        """Get ready to read, and to gather the answer."""
+        self.command = ""
+        wait_for = functools.partial(self.server.wait_for, self.request)
+        self.rfile = io.BufferedReader(Incoming(self.request, wait_for))
+        self.wfile = io.BytesIO()
+
+    def receive(self) -> Request | Fault:
+        """Read the request, or find out what is wrong with it. Raises: OSError."""
+        try:
+            head = read_head(self.rfile)
+            self.command = head.method
+            if head.expects_continue and head.length <= BODY:
+                self.request.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            proxies = self.server.app.config.proxies
+            return read_request(self.rfile, head, self.client_address[0], proxies)
+        except Fault as fault:
+            return fault.with_traceback(None)  # or garbage would pile up: a cycle
+        except TimeoutError:
+            return Fault(408, f"The request did not come within {CLIENT_SECONDS} s")
+
+    def write(self, response: Response) -> None:
+        """Send the whole answer at once. Raises: OSError."""
+        self.send_response_only(response.status)
+        for name, value in (
+            ("Date", self.date_time_string()),
+            ("Server", "waker"),
+            ("Connection", "close"),
+            ("Cache-Control", "no-store"),
+            ("X-Content-Type-Options", "nosniff"),
+            ("Content-Type", response.content_type),
+            ("Content-Length", str(len(response.body))),
+            *response.headers,
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        body = b"" if self.command == "HEAD" else response.body
+        self.request.settimeout(CLIENT_SECONDS)  # for all of it together
+        self.request.sendall(self.wfile.getvalue() + body)
+
+    def drain(self) -> None:
+        """Wait for the client to hang up: if we did, it might lose its answer."""
+        self.server.wait_for(self.request, answered=True)
+        ends, left = time.monotonic() + DRAIN_SECONDS, DRAIN
+        self.request.settimeout(DRAIN_SECONDS)
+        if self.server.tls:
+            with contextlib.suppress(OSError):  # it sends on, and takes no farewell
+                cast("ssl.SSLSocket", self.request).unwrap()
+        socket.socket.shutdown(self.request, socket.SHUT_WR)
+        while left > 0 and (chunk := socket.socket.recv(self.request, 4096)):
+            left -= len(chunk)
+            self.request.settimeout(max(ends - time.monotonic(), 0.001))
+
+    def handle(self) -> None:
+        """Answer one request, unless the client goes, or has to go, before that."""
+        with contextlib.suppress(OSError):
+            if self.server.tls:
+                self.server.wait_for(self.request)
+                self.request.settimeout(CLIENT_SECONDS)
+                cast("ssl.SSLSocket", self.request).do_handshake()
+            if self.rfile.peek(1):  # who comes and goes gets no word, nor a line
+                received, peer = self.receive(), self.client_address[0]
+                self.write(self.server.answer(self.request, peer, received))
+                self.drain()
 
 
-def work(
-    app: App,
-    line: Line,
-    answered: queue.SimpleQueue[Connection],
-    bell: socket.socket,
-) -> None:
-    """Answer what takes time: what the workers do, and all that they do.
+class Place:
+    """What the server knows of a connection."""
 
-    While they wait for a request, nothing of the last one is kept: it may be a secret.
-    """
-    while request := line.get():
-        connection, now = request
-        data, peer = connection.buffer, connection.peer
-        connection.buffer = respond(app, data, peer, now, patient=True)
-        answered.put(connection)
-        del request, connection, data
-        with contextlib.suppress(OSError):  # it was rung enough, or nobody hears it
-            bell.send(b"!")
+    def __init__(self, name: str) -> None:
+        self.name = name  # by which the connections of a client are counted
+        self.waits = False  # for the client, so that it may be dropped
+        self.answered = False
 
 
-class Server:
-    """Serves everybody at once, through a socket that listens."""
+class Server(ThreadingHTTPServer):
+    """Gives each connection a thread, and decides who goes where there are too many."""
+
+    daemon_threads = False  # SIGTERM lets a running unlock end
 
     def __init__(
         self, app: App, tcp: socket.socket, tls: "ssl.SSLContext | None" = None
     ) -> None:
-        self._app = app
-        self._tcp = tcp
-        self._tcp.settimeout(0)
-        self._tls = tls
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._limit = min(TLS_CONNECTIONS if tls else CONNECTIONS, soft * 3 // 4)
-        self._waiting: dict[Connection, None] = {}  # the longest-waiting first
-        self._held = 0  # bytes in their buffers
-        self._crowds: Counter[str] = Counter()  # how many each client has of them
-        self._busy: set[Connection] = set()  # who waits for a worker, or has one
-        self._line: Line = queue.SimpleQueue()
-        self._answered: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        self._bell, self._clapper = socket.socketpair()  # workers ring: one is answered
-        self._clapper.settimeout(0)
-        self._stops = 0  # how often we were told to
-        self._calm = 0.0  # when the log may be told again that there are too many
-        self._selector = selectors.DefaultSelector()
-        for _ in range(WORKERS):
-            worker = app, self._line, self._answered, self._clapper
-            threading.Thread(target=work, args=worker, daemon=True).start()
+        # HTTPServer would look up the name of our address, and wait for a dead DNS.
+        socketserver.BaseServer.__init__(self, tcp.getsockname()[:2], Handler)
+        self.socket = tcp
+        self.app = app
+        self.tls = tls
+        self._free = threading.Semaphore(THREADS)
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, Place] = {}  # without those that were dropped
+        self._drops: Counter[str] = Counter()  # of each name, since its last request
 
-    def _leave(self, connection: Connection) -> None:
-        """Have a connection wait no more."""
-        self._selector.unregister(connection.tcp)
-        del self._waiting[connection]
-        self._held -= len(connection.buffer)
-        self._crowds[connection.counted] -= 1
-        if not self._crowds[connection.counted]:
-            del self._crowds[connection.counted]
-
-    def _drop(self, connection: Connection) -> None:
-        """Hang up."""
-        if connection in self._waiting:
-            self._leave(connection)
-            connection.tcp.close()
-
-    def _turn_away(self, connection: Connection, response: Response) -> None:
-        """Hang up on a client that waits; tell why, if it has no answer yet."""
-        if not connection.answered:
-            head_only = connection.buffer.startswith(b"HEAD ")
-            answer = serialize(response, head_only=head_only)
-            with contextlib.suppress(OSError):  # it takes that now or never
-                if connection.tls:
-                    answer = connection.tls.seal(answer)
-                connection.tcp.send(answer)
-        self._drop(connection)
-
-    def _crowded(self, peer: str, what: str = "connections") -> Response:
-        """Tell a client that there are too many, and the log now and then."""
-        fault = Fault(503, f"Too many {what}; try again", ("Retry-After", "1"))
-        now = time.monotonic()
-        if now < self._calm:
-            return refusal(fault)
-        self._calm = now + CALM_SECONDS
-        return refuse(self._app, fault, "a request, and may be more", peer)
-
-    def _go_on(self, connection: Connection) -> None:
-        """Take a connection's next step, if its client lets us."""
+    def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
+        """Let a client in. Raises: OSError, which the base class passes over."""
         try:
-            connection.step(connection)
-        except BlockingIOError:
-            pass
-        except OSError:  # it has gone, or does not speak TLS
-            self._drop(connection)
-        while self._held > HELD:
-            biggest = max(self._waiting, key=lambda other: len(other.buffer))
-            self._turn_away(biggest, self._crowded(biggest.peer))
-
-    def _wait(
-        self, connection: Connection, events: int, step: Callable[[Connection], None]
-    ) -> None:
-        """Have a connection wait for its client; if that is ready, take the step."""
-        connection.ends = time.monotonic() + CLIENT_SECONDS
-        connection.step = step
-        go_on = functools.partial(self._go_on, connection)
-        self._selector.register(connection.tcp, events, go_on)
-        self._waiting[connection] = None
-        self._held += len(connection.buffer)
-        self._crowds[connection.counted] += 1
-        go_on()
-
-    def _drain(self, connection: Connection) -> None:
-        """Wait for the client to hang up: if we did, it might not get its answer."""
-        chunk = connection.tcp.recv(HEAD)
-        connection.drained += len(chunk)
-        if not chunk or connection.drained > DRAIN:
-            self._drop(connection)
-
-    def _send(self, connection: Connection) -> None:
-        """Send as much as the client takes of its answer; then, that it was all."""
-        sent = connection.tcp.send(connection.buffer)
-        connection.buffer = connection.buffer[sent:]
-        self._held -= sent
-        if not connection.buffer:
-            connection.tcp.shutdown(socket.SHUT_WR)
-            connection.step = self._drain
-            go_on = self._selector.get_key(connection.tcp).data
-            self._selector.modify(connection.tcp, selectors.EVENT_READ, go_on)
-
-    def _answer(self, connection: Connection) -> None:
-        """Begin to send an answer."""
-        if connection.tls:
-            sealed = connection.tls.seal(connection.buffer)
-            self._held += len(sealed) - len(connection.buffer)
-            connection.buffer = sealed
-        connection.step = self._send
-        self._send(connection)
-
-    def _begin_to_answer(self, connection: Connection, answer: bytes) -> None:
-        """Have a connection wait again, now for its client to take the answer."""
-        connection.buffer, connection.answered = answer, True
-        self._wait(connection, selectors.EVENT_WRITE, self._answer)
-
-    def _take_answers(self) -> None:
-        """Take back what the workers have done."""
-        self._bell.recv(CONNECTIONS)
-        while not self._answered.empty():
-            connection = self._answered.get()
-            self._busy.remove(connection)
-            self._begin_to_answer(connection, connection.buffer)
-
-    def _respond(self, connection: Connection) -> None:
-        """Answer a whole request, or have a worker do it if that takes time."""
-        self._leave(connection)
-        connection.buffer = connection.buffer[: connection.size]
-        now, peer = time.monotonic(), connection.peer
-        try:
-            answer = respond(self._app, connection.buffer, peer, now, patient=False)
-        except MustWait:
-            if len(self._busy) < QUEUE:
-                self._busy.add(connection)
-                self._line.put((connection, now))
-                return
-            head_only = connection.buffer.startswith(b"HEAD ")
-            answer = serialize(self._crowded(peer, "requests"), head_only=head_only)
-        self._begin_to_answer(connection, answer)
-
-    def _receive(self, connection: Connection) -> tuple[bytes, bool]:
-        """Read what there is; returns what it says, and whether that was the end."""
-        received = connection.tcp.recv(HEAD)
-        if not connection.tls or not received:
-            return received, not received
-        try:
-            return connection.tls.open(received), False
-        finally:  # what it refuses gets a reason
-            reply = connection.tls.reply()
-            if connection.tcp.send(reply) < len(reply):
-                raise ConnectionAbortedError
-
-    def _gather(self, connection: Connection) -> None:
-        """Take what there is of a request; when it is whole, answer it."""
-        chunk, ended = self._receive(connection)
-        seen, size = len(connection.buffer), connection.size
-        connection.buffer += chunk
-        self._held += len(chunk)
-        connection.size = size or request_size(connection.buffer, seen)
-        if ended and not connection.buffer:  # it came and went
-            self._drop(connection)
-        elif ended or 0 < connection.size <= len(connection.buffer):
-            connection.size = connection.size or seen
-            self._respond(connection)
-        elif connection.size > size and expects_continue(connection.buffer):
-            word = b"HTTP/1.1 100 Continue\r\n\r\n"
-            tls = connection.tls
-            connection.tcp.send(tls.seal(word, last=False) if tls else word)
-
-    def _make_room(self, counted: str) -> bool:
-        """Turn one away where one more is too many; False if nobody waits.
-
-        It is the longest-waiting one of those who have the most connections, so that a
-        few clients cannot keep all others out.
-        """
-        busy = [other.counted for other in self._busy]
-        if len(self._waiting) + len(busy) >= self._limit:
-            crowd = max(self._crowds, key=self._crowds.__getitem__, default=counted)
-        elif counted and self._crowds[counted] + busy.count(counted) >= PER_CLIENT:
-            crowd = counted
-        else:
-            return True
-        for other in self._waiting:
-            if other.counted == crowd:
-                self._turn_away(other, self._crowded(other.peer))
-                return True
-        return False
-
-    def _begin(self, tcp: socket.socket, peer: str) -> None:
-        """Begin with a client. Raises: OSError."""
-        tcp.settimeout(0)
-        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        counted = "" if within(peer, self._app.config.proxies) else counted_as(peer)
-        if self._make_room(counted):
-            tls = Tls(self._tls) if self._tls else None
-            connection = Connection(tcp, peer, counted, tls)
-            self._wait(connection, selectors.EVENT_READ, self._gather)
-        else:
-            with tcp:
-                answer = serialize(self._crowded(peer))
-                tcp.send(answer if not self._tls else b"")
-
-    def _accept(self) -> None:
-        """Let new clients in."""
-        for _ in range(AT_ONCE):
-            try:
-                tcp, address = self._tcp.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno not in EXHAUSTED:
-                    continue
-                for longest in list(self._waiting)[:1]:
-                    self._turn_away(longest, self._crowded(longest.peer))
+            tcp, address = self.socket.accept()
+        except OSError as error:
+            if error.errno in EXHAUSTED:
                 time.sleep(EXHAUSTED_SECONDS)  # or this would be tried without a pause
-                return
-            peer = str(address[0])
-            if "." in peer:  # an IPv4 one, in IPv6's clothes where we listen for both
-                peer = peer.rpartition(":")[2]
+            raise
+        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self.tls:
+            with contextlib.suppress(BlockingIOError):  # nothing has come so far
+                if tcp.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b"\x16":
+                    tcp.close()
+                    raise ConnectionAbortedError  # no TLS: that is not worth a thread
+            tcp = self.tls.wrap_socket(
+                tcp, server_side=True, do_handshake_on_connect=False
+            )
+        peer = str(address[0])
+        if "." in peer:  # an IPv4-mapped address counts as IPv4
+            peer = peer.rpartition(":")[2]
+        return tcp, (peer, address[1])
+
+    def _drop(self, tcps: Iterable[socket.socket]) -> None:
+        """Hang up on one of these connections, if any of them waits for its client.
+
+        First goes one that has its answer; then one of the client that has the most;
+        among equals, of one that was dropped most often, because attackers come back;
+        among those any one: the oldest would often be an owner's who is far away.
+        """
+        crowds = Counter(place.name for place in self._open.values())
+        ranks = {
+            tcp: (place.answered, crowds[place.name], self._drops[place.name])
+            for tcp in tcps
+            if (place := self._open[tcp]).waits
+        }
+        if ranks:
+            worst = max(ranks.values())
+            goes = secrets.choice([tcp for tcp in ranks if ranks[tcp] == worst])
+            if len(self._drops) >= CLIENTS:
+                self._drops.clear()
+            self._drops[self._open.pop(goes).name] += 1
             with contextlib.suppress(OSError):  # it has gone already
-                self._begin(tcp, peer)
+                # Not SSLSocket's own method: TLS would go on in plain text.
+                socket.socket.shutdown(goes, socket.SHUT_RDWR)
 
-    def _give_up(self, connection: Connection) -> None:
-        """Hang up on a client whose time is over; one that never spoke gets no word."""
-        if connection.buffer and not connection.answered:
-            fault = Fault(408, f"The request did not come within {CLIENT_SECONDS} s")
-            response = refuse(self._app, fault, "a request", connection.peer)
-            self._turn_away(connection, response)
-        self._drop(connection)
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Give a connection a thread; where there are too many, drop another one."""
+        trusted = within(client_address[0], self.app.config.proxies)
+        place = Place("" if trusted else counted_as(client_address[0]))
+        with self._lock:
+            own = [tcp for tcp in self._open if self._open[tcp].name == place.name]
+            if len(own) >= PER_CLIENT and not trusted:
+                self._drop(own)
+        patience = 0.0
+        while not self._free.acquire(timeout=patience):
+            with self._lock:
+                self._drop(self._open)
+            patience = DROP_SECONDS
+        with self._lock:
+            self._open[request] = place
+        super().process_request(request, client_address)
 
-    def _stop(self, stop: socket.socket) -> None:
-        """Listen no more, and let all go but those whose answer takes time."""
-        self._stops += len(stop.recv(16))
-        if self._tcp.fileno() >= 0:
-            LOG.info("stopping")
-            self._selector.unregister(self._tcp)
-            self._tcp.close()
-            for connection in list(self._waiting):
-                self._drop(connection)
+    def shutdown_request(self, request: Any) -> None:
+        """Hang up, and free the thread's place: every connection ends here."""
+        super().shutdown_request(request)
+        with self._lock:
+            self._open.pop(request, None)
+        self._free.release()
 
-    def _turn(self) -> None:
-        """Wait for something to happen, or for somebody's time to be over."""
-        first = next(iter(self._waiting), None)
-        patience = max(first.ends - time.monotonic(), 0) if first else None
-        for key, _ in self._selector.select(patience):
-            key.data()
-        now = time.monotonic()
-        for connection in list(itertools.islice(self._waiting, AT_ONCE)):
-            if connection.ends <= now:
-                self._give_up(connection)
+    def wait_for(self, tcp: socket.socket, *, answered: bool = False) -> None:
+        """Let a connection be dropped from now on.
 
-    def run(self, stop: socket.socket) -> None:
-        """Serve until a byte comes from `stop`; then wait for workers, or another."""
-        for tcp, happened in (
-            (self._tcp, self._accept),
-            (self._bell, self._take_answers),
-            (stop, functools.partial(self._stop, stop)),
-        ):
-            self._selector.register(tcp, selectors.EVENT_READ, happened)
-        while not self._stops or (self._busy and self._stops < 2):
-            try:
-                self._turn()
-            except Exception as error:  # noqa: BLE001 - nor must one of ours
-                LOG.error("%s", describe_bug(error))
+        Raises: ConnectionAbortedError if it was dropped before.
+        """
+        with self._lock:
+            if tcp not in self._open:
+                raise ConnectionAbortedError
+            self._open[tcp].waits, self._open[tcp].answered = True, answered
 
-    def close(self) -> None:
-        """Let go of everything."""
-        self._tcp.close()
-        for connection in list(self._waiting):
-            self._drop(connection)
-        for _ in range(WORKERS):
-            self._line.put(None)
-        self._selector.close()
-        self._bell.close()
-        self._clapper.close()
+    def answer(
+        self, tcp: socket.socket, peer: str, received: Request | Fault
+    ) -> Response:
+        """Answer a request; meanwhile its connection is not dropped.
+
+        Raises: ConnectionAbortedError if it was dropped before.
+        """
+        with self._lock:
+            place = self._open.get(tcp)
+            if not place:
+                raise ConnectionAbortedError
+            place.waits = False
+        response = respond(self.app, peer, received)
+        with self._lock:
+            if isinstance(received, Request):
+                del self._drops[place.name]
+            place.waits = True
+        return response
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Log a bug of ours."""
+        error = sys.exception()
+        if error:
+            LOG.error("%s", describe_bug(error))
+
+    def stop(self) -> None:
+        """Listen no more, and return when every running request has its answer."""
+        self.socket.shutdown(socket.SHUT_RDWR)  # this wakes `serve_forever`
+        self.shutdown()
+        with self._lock:
+            for tcp, place in list(self._open.items()):
+                if place.waits and not place.answered:
+                    del self._open[tcp]
+                if place.waits:  # the thread reads no more, but writes on
+                    with contextlib.suppress(OSError):
+                        socket.socket.shutdown(tcp, socket.SHUT_RD)
+        self.server_close()
 
 
 # ---- The page ------------------------------------------------------------------------
@@ -2717,6 +2527,8 @@ def make_tls(config: Config) -> "ssl.SSLContext | None":
 
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers("ECDHE+AESGCM:ECDHE+CHACHA20")
+    context.set_ecdh_curve("X25519")  # ffdhe8192 takes 100 ms of CPU for each hello
     try:
         context.load_cert_chain(cert, key, password=b"")  # or it would ask for one
     except OSError:  # it would not tell which of them
@@ -2729,34 +2541,30 @@ def make_tls(config: Config) -> "ssl.SSLContext | None":
 
 
 def serve(app: App, tls: "ssl.SSLContext | None" = None) -> int:
-    """Run until SIGTERM or ^C; what takes time and was asked for is still answered.
-
-    A start is cancelled.
-    """
-    stop, signalled = socket.socketpair()
-    signalled.settimeout(0)  # as set_wakeup_fd wants it
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(stop)
-        stack.enter_context(signalled)
-        # Through this socket a signal can't be missed, whichever thread it hits.
-        signal.set_wakeup_fd(signalled.fileno())
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
-        try:
-            tcp = listen(app.config.listen)
-        except OSError as error:
-            LOG.error(why_not_listening(app.config.listen, error))
-            return 1
-        server = stack.enter_context(contextlib.closing(Server(app, tcp, tls)))
-        stack.callback(app.starter.stop)
-        host, port = tcp.getsockname()[:2]
-        LOG.info("waker %s listens on %s", __version__, Listen(str(host), int(port)))
-        if not app.config.machine.host_keys:
-            LOG.warning("WAKER_SSH_HOST_KEY is not set: waker will refuse to unlock")
-        if not importlib.util.find_spec("paramiko"):  # to import it would cost 20 MB
-            LOG.warning("paramiko is missing: waker cannot unlock; %s", PARAMIKO_REMEDY)
-        server.run(stop)
-        signal.set_wakeup_fd(-1)
+    """Run until SIGTERM or ^C; running requests are answered, a start is cancelled."""
+    signals = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # in all threads to come
+    threading.stack_size(STACK)
+    try:
+        tcp = listen(app.config.listen)
+    except OSError as error:
+        LOG.error(why_not_listening(app.config.listen, error))
+        return 1
+    server = Server(app, tcp, tls)
+    threading.Thread(target=server.serve_forever, args=(None,)).start()
+    host, port = tcp.getsockname()[:2]
+    LOG.info("waker %s listens on %s", __version__, Listen(str(host), int(port)))
+    if not app.config.machine.host_keys:
+        LOG.warning("WAKER_SSH_HOST_KEY is not set: waker will refuse to unlock")
+    if not importlib.util.find_spec("paramiko"):  # to import it would cost 20 MB
+        LOG.warning("paramiko is missing: waker cannot unlock; %s", PARAMIKO_REMEDY)
+    signal.sigwait(signals)
+    LOG.info("stopping")
+    for number in signals:  # a second one ends it at once
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    server.stop()
+    app.starter.stop()  # after the server: no new start can begin
     return 0
 
 

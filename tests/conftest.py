@@ -173,19 +173,15 @@ def running(
 ) -> Iterator[Client]:
     """Run the daemon in this process; port 0 is any free one."""
     config = config._replace(listen=waker.Listen("127.0.0.1", port))
-    stop, signal = socket.socketpair()
     app = (app or new_app(config))._replace(config=config)
     tcp = waker.listen(config.listen)
-    client = Client(int(tcp.getsockname()[1]), app=app)
-    with contextlib.closing(waker.Server(app, tcp)) as server, stop, signal:
-        thread = threading.Thread(target=server.run, args=(stop,))
-        thread.start()
-        try:
-            yield client
-        finally:
-            signal.send(b"!")
-            thread.join()
-            app.starter.stop()
+    server = waker.Server(app, tcp)
+    threading.Thread(target=server.serve_forever, args=(None,)).start()
+    try:
+        yield Client(int(tcp.getsockname()[1]), app=app)
+    finally:
+        server.stop()
+        app.starter.stop()
 
 
 @dataclass

@@ -1,26 +1,37 @@
-"""The daemon under attack, and its owner's requests meanwhile: `make siege`.
+"""The daemon under attack, and whether its owner still gets through: `make siege`.
 
-Each attack has a daemon of its own, under the usual limit of 1,024 descriptors, and
-lasts some seconds; its stderr is a pipe that nobody reads. The attacker is a process of
-its own, on the same machine; it opens again whatever the daemon closes. The owner asks
-for something 25 times a second, each time over a new connection, and once has the
-machine unlocked. What the table tells:
+Each attack is made three times, on a daemon of its own under the usual limit of 1,024
+descriptors, whose stderr is a pipe that nobody reads. The attacker is a process of its
+own on the same machine; it opens a connection again two seconds after it was closed.
+The owner asks for the page ten times a second, each time over a new connection.
 
-- p50, p99, worst: milliseconds from the owner's connect to the whole answer
-- unanswered: of the owner's requests
-- unlock: what was told of the one that ran meanwhile
-- RSS, in MB, and threads, each before, at the worst, and afterwards
-- CPU afterwards, in percent of one core
+Then everything is done once more over TLS, with an owner whose packets need 250 ms for
+a round trip: in network namespaces, between which a program carries them. There the
+owner asks once a second and tries three times, for 5 s each. What the table tells, as
+medians of three:
 
-Before, it prints what the costliest inputs cost.
+- p50 and worst: milliseconds until the owner had the whole answer, all tries together
+- lost: requests of the owner that stayed without an answer
+- memory: MB more than before, at the worst; threads, at the worst
 
-    python3 tests/siege.py [NAME-OF-AN-ATTACK ...]
+Before the table, it prints what the costliest inputs cost.
+
+    python3 tests/siege.py [--costs] [NAME-OF-AN-ATTACK ...]
 """
 
 import contextlib
+import fcntl
+import functools
+import http.client
+import io
 import itertools
+import os
+import queue
 import resource
 import socket
+import ssl
+import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -31,52 +42,72 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from conftest import PASSPHRASE, PIN, Client, Daemon, daemon
-from cryptroot_unlock import Disks
-from ssh_servers import paramiko_server
+from certificate import new_certificate
+from conftest import PIN, Daemon, daemon
+from namespaces import Namespace, hosts, ip, wire
 
 import waker
 
-SECONDS = 8.0  # of each attack
-PACE = 0.04  # seconds between two requests of the owner
-AFTER = waker.CLIENT_SECONDS + 3  # seconds until all must be as it was
-OWNER = "127.0.0.1"
+SECONDS = 10.0  # of each attack
+AGAIN = 2.0  # seconds after which an attacker opens what was closed
+HALF_TRIP = 0.125  # seconds that a packet of the owner takes, who is far away
+TRIES = 3  # of this owner
+PATIENCE = 5  # seconds of each of these tries
+TIMES = 3  # that each attack is made
+
+TUNSETIFF = 0x400454CA  # linux/if_tun.h
+IFF_TUN = 0x1001  # with IFF_NO_PI
 
 
 # ---- The attacker --------------------------------------------------------------------
 
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /api/auth HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+# What is sent at first, and what every second after it.
+KINDS = {
+    "slow heads": (GET, b"X: y\r\n"),
+    "slow bodies": (POST + b"Content-Length: 16384\r\n\r\n", b"x"),
+    "answers not read": (GET + b"\r\n", b""),
+    "garbage and stay": (b"\x01\x02\x03\x04", b""),
+    "idle": (b"", b""),
+    "stalled handshakes": (b"", b""),  # with the first half of a hello
+    "costly hellos": (b"", b""),  # with a whole one, and a new connection each time
+}
+
 
 def source(number: int) -> str:
-    """Name one of the 60,000 addresses that an attacker has here."""
+    """Name one of the 60,000 addresses that an attacker has on loopback."""
     return f"127.{1 + number // 62500}.{number // 250 % 250}.{1 + number % 250}"
 
 
-def connect(port: int, address: str) -> socket.socket:
+def connect(host: str, port: int, address: str) -> socket.socket:
     """Begin to connect from an address."""
     tcp = socket.socket()
     tcp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     tcp.bind((address, 0))
     tcp.setblocking(False)
     with contextlib.suppress(BlockingIOError):
-        tcp.connect((OWNER, port))
+        tcp.connect((host, port))
     return tcp
 
 
 class Slot:
-    """One connection of the attacker's, opened again whenever it is closed."""
+    """One connection of the attacker's, opened again two seconds after it is closed."""
 
-    def __init__(self, port: int, address: str, first: bytes, drip: bytes) -> None:
-        self._port = port
-        self._address = address
-        self._first = first
-        self._drip = drip
+    def __init__(self, host: str, port: int, address: str, kind: str) -> None:
+        self._where = host, port, address
+        self._first, self._drip = KINDS[kind]
+        if kind == "stalled handshakes":
+            self._first = record_hello("X25519")[:100]
         self._tcp: socket.socket | None = None
         self._next = b""
+        self._after = 0.0
 
     def tick(self) -> None:
         """Connect, or send a little more."""
         if self._tcp is None:
-            self._tcp, self._next = connect(self._port, self._address), self._first
+            if time.monotonic() >= self._after:
+                self._tcp, self._next = connect(*self._where), self._first
             return
         try:
             if self._next:
@@ -88,160 +119,271 @@ class Slot:
             pass
         except OSError:
             self._tcp.close()
-            self._tcp = None
+            self._tcp, self._after = None, time.monotonic() + AGAIN
 
 
-GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
-POST = b"POST /api/auth HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-WRONG = b'{"pin":"wrong!"}'
-FIRST_AND_DRIP = {
-    "slow heads": (GET, b"X: y\r\n"),
-    "slow bodies": (POST + b"Content-Length: 16384\r\n\r\n", b"x"),
-    "big heads": (GET + b"X: " + b"y" * 16000, b"y"),
-    "idle": (b"", b""),
-    "never read": (GET + b"\r\n", b""),
-    "garbage": (b"\x16\x03\x01\x02", b"\x00"),
-    "wrong PINs": (POST + b"Content-Length: %d\r\n\r\n" % len(WRONG) + WRONG, b""),
-}
+@functools.cache
+def record_hello(group: str) -> bytes:
+    """Take the hello that `openssl s_client` sends with a key share of that group."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        command = ["openssl", "s_client", "-connect", f"127.0.0.1:{port}"]
+        command += ["-groups", group]
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as client:
+            with server.accept()[0] as tcp:
+                hello = tcp.recv(65536)
+                while len(hello) < 5 + int.from_bytes(hello[3:5], "big"):
+                    hello += tcp.recv(65536)
+            client.kill()
+    return hello
 
 
-def keep_open(kind: str, count: int, spread: str, port: int) -> None:
-    """Keep `count` connections open, each with something sent every second."""
-    first, drip = FIRST_AND_DRIP[kind]
-    slots = [
-        Slot(port, source(number) if spread == "many" else OWNER, first, drip)
-        for number in range(count)
-    ]
+def keep_open(kind: str, count: int, sources: list[str], host: str, port: int) -> None:
+    """Keep `count` connections open; each has its turn ten times a second."""
+    slots = [Slot(host, port, sources[n % len(sources)], kind) for n in range(count)]
+    pace = 0.1 if KINDS[kind][1] == b"" else 1.0  # seconds
     while True:
         began = time.monotonic()
         for number, slot in enumerate(slots):
             slot.tick()
-            early = began + number / count - time.monotonic()
+            early = began + pace * number / count - time.monotonic()
             if early > 0.002:
                 time.sleep(early)
 
 
-def flood(kind: str, count: int, spread: str, port: int) -> None:
-    """Connect, send, and leave, as fast as it goes."""
-    first = FIRST_AND_DRIP[kind.removeprefix("flood: ")][0]
-    gone: list[socket.socket] = []
-    for place in itertools.cycle(range(60000)):
-        tcp = connect(port, source(place) if spread == "many" else OWNER)
+def send_hellos(rate: int, sources: list[str], host: str, port: int) -> None:
+    """Send a costly hello that many times a second, each over a new connection."""
+    hello, held = record_hello("ffdhe8192"), []
+    for number in itertools.count():
+        tcp = connect(host, port, sources[number % len(sources)])
+        time.sleep(1 / rate)
         with contextlib.suppress(OSError):
-            tcp.send(first)
-        gone.append(tcp)
-        if len(gone) > 200:
-            gone.pop(0).close()
+            tcp.send(hello)
+        held.append(tcp)
+        if len(held) > rate:
+            held.pop(0).close()
 
 
 # ---- The owner -----------------------------------------------------------------------
 
 
-class Figures(NamedTuple):
-    """What was measured in one attack, as the table shows it."""
+class Owner:
+    """Asks for the page, from near or from far away."""
 
-    attack: str
-    p50: str
-    p99: str
-    worst: str
-    unanswered: str
-    unlock: str
-    rss: str
-    threads: str
-    cpu: str
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
+        self._host = host
+        self._port = port
+        self._tls = tls
+        self.times: list[float] = []  # milliseconds
+        self.lost = 0
 
+    def _ask_once(self) -> bool:
+        patience = PATIENCE if self._tls else 20
+        connection = (
+            http.client.HTTPSConnection(
+                self._host, self._port, timeout=patience, context=self._tls
+            )
+            if self._tls
+            else http.client.HTTPConnection(self._host, self._port, timeout=patience)
+        )
+        with contextlib.closing(connection), contextlib.suppress(OSError):
+            connection.request("GET", "/")
+            answer = connection.getresponse()
+            return answer.status == 200 and bool(answer.read())
+        return False
 
-def ask(client: Client, method: str, path: str) -> float | None:
-    """Make a request; returns how long that took, in ms, or None without a 200."""
-    began = time.perf_counter()
-    try:
-        answer = client.call(method, path)
-    except OSError:
-        return None
-    return (time.perf_counter() - began) * 1000 if answer.status == 200 else None
+    def ask(self) -> None:
+        """Make a request; far away, try three times."""
+        began = time.perf_counter()
+        for _ in range(TRIES if self._tls else 1):
+            if self._ask_once():
+                self.times.append((time.perf_counter() - began) * 1000)
+                return
+        self.lost += 1
+
+    def ask_often(self) -> None:
+        """Make a request at each beat, whether the ones before are answered or not."""
+        pace, threads = 1.0 if self._tls else 0.1, []
+        ends = time.monotonic() + SECONDS
+        while time.monotonic() < ends:
+            threads.append(threading.Thread(target=self.ask))
+            threads[-1].start()
+            time.sleep(pace)
+        for thread in threads:
+            thread.join()
 
 
 class Watch(threading.Thread):
-    """Notes the most memory and threads that a daemon has had."""
+    """Notes the most memory and threads that a daemon has."""
 
-    def __init__(self, started: Daemon) -> None:
+    def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
-        self._watched = started
-        self.rss, self.threads, self.over = started.rss(), started.threads(), False
+        self._proc = Path(f"/proc/{pid}")
+        self.before = self.rss = self._read_rss()
+        self.threads, self.over = 0, False
+
+    def _read_rss(self) -> float:
+        pages = int((self._proc / "statm").read_text().split()[1])
+        return pages * resource.getpagesize() / 1e6
 
     def run(self) -> None:
         while not self.over:
-            self.rss = max(self.rss, self._watched.rss())
-            self.threads = max(self.threads, self._watched.threads())
+            self.rss = max(self.rss, self._read_rss())
+            count = len(list((self._proc / "task").iterdir()))
+            self.threads = max(self.threads, count)
             time.sleep(0.1)
 
 
-def besiege(started: Daemon, name: str, attackers: list[list[str]]) -> Figures:
-    """Attack a daemon, be its owner meanwhile, and see what is left of it."""
-    client = started.client.log_in()
-    for _ in range(20):
-        ask(client, "GET", "/")
-    watch = Watch(started)
-    before = (watch.rss, watch.threads)
+class Figures(NamedTuple):
+    """What was measured in one attack."""
+
+    p50: float
+    worst: float
+    lost: float
+    memory: float
+    threads: float
+
+
+class Attack(NamedTuple):
+    """What is done, by how many, from how many addresses."""
+
+    kind: str
+    how_many: int
+    addresses: int
+
+    def __str__(self) -> str:
+        if self.kind == "costly hellos":
+            return f"{self.how_many} costly hellos a second"
+        return f"{self.how_many:,} {self.kind}, from {self.addresses:,}"
+
+
+NONE = Attack("none", 0, 1)
+PLAIN = (
+    NONE,
+    *(
+        Attack(kind, count, count)
+        for kind in ("slow heads", "slow bodies", "answers not read", "idle")
+        for count in (1000, 4000)
+    ),
+    Attack("garbage and stay", 72, 3),
+    Attack("garbage and stay", 1000, 1000),
+    Attack("garbage and stay", 4000, 4000),
+)
+TLS = (
+    NONE,
+    Attack("stalled handshakes", 200, 200),
+    Attack("costly hellos", 20, 20),
+    *(
+        Attack(kind, count, count)
+        for kind in ("idle", "garbage and stay", "stalled handshakes")
+        for count in (1000, 4000)
+    ),
+)
+
+
+def besiege(
+    started: Daemon, attack: Attack, host: str, place: Namespace | None, owner: Owner
+) -> Figures:
+    """Attack a daemon from a place, and be its owner meanwhile."""
+    watch = Watch(started.process.pid)
     watch.start()
-    unlocks: list[int] = []
-    unlock = threading.Thread(
-        target=lambda: unlocks.append(
-            client.call("POST", "/api/unlock", {"passphrase": PASSPHRASE}).status
-        )
-    )
-    times: list[float] = []
-    missed = 0
-    me = [sys.executable, __file__, "--attack"]
-    attacks = [subprocess.Popen([*me, *row, str(client.port)]) for row in attackers]
-    try:
-        time.sleep(1)
-        unlock.start()
-        ends = time.monotonic() + SECONDS
-        for method, path in itertools.cycle((("GET", "/"), ("POST", "/api/wol"))):
-            if time.monotonic() > ends:
-                break
-            took = ask(client, method, path)
-            if took is None:
-                missed += 1
-            else:
-                times.append(took)
-            time.sleep(PACE)
-        unlock.join()
-    finally:
-        for process in attacks:
-            process.kill()
-            process.wait()
-    time.sleep(AFTER)
+    me = [*(place.command() if place else []), sys.executable, __file__, "--attack"]
+    row = [attack.kind, str(attack.how_many), str(attack.addresses)]
+    row += [host, str(started.client.port)]
+    with contextlib.ExitStack() as stack:
+        if attack is not NONE:
+            attacker = stack.enter_context(subprocess.Popen([*me, *row]))
+            stack.callback(attacker.kill)
+            time.sleep(2)
+        owner.ask_often()
     watch.over = True
-    times.sort()
-    places = (len(times) // 2, len(times) * 99 // 100, len(times) - 1)
-    p50, p99, worst = (f"{times[n]:.1f}" if times else "none" for n in places)
+    times = sorted(owner.times) or [float("nan")]
     return Figures(
-        name,
-        p50,
-        p99,
-        worst,
-        f"{missed} of {missed + len(times)}",
-        " ".join(map(str, unlocks)),
-        f"{before[0]:.1f} {watch.rss:.1f} {started.rss():.1f}",
-        f"{before[1]} {watch.threads} {started.threads()}",
-        f"{100 * started.busy(3):.1f}",
+        times[len(times) // 2],
+        times[-1],
+        owner.lost,
+        watch.rss - watch.before,
+        watch.threads,
     )
 
 
-def attacks() -> Iterator[tuple[str, list[list[str]], int]]:
-    """List the attacks: name, attackers, and the descriptors that the daemon has."""
-    yield "none", [], 1024
-    for spread in ("one", "many"):
-        for kind in ("slow heads", "slow bodies", "idle", "never read"):
-            for count in (50, 200, 1000, 4000):
-                yield f"{count} {kind}, {spread}", [[kind, str(count), spread]], 1024
-        for kind in ("big heads", "garbage", "wrong PINs"):
-            yield f"1000 {kind}, {spread}", [[kind, "1000", spread]], 1024
-        for kind in ("idle", "never read", "wrong PINs"):
-            yield f"flood: {kind}, {spread}", [["flood: " + kind, "0", spread]], 1024
-    yield "200 idle, 64 descriptors", [["idle", "200", "many"]], 64
+MACHINE = {
+    "WAKER_HOMELAB_MAC": "52:54:00:12:34:56",
+    "WAKER_HOMELAB_HOST": "127.0.0.1",
+    "WAKER_PIN": PIN,
+}
+LIMIT = ("prlimit", "--nofile=1024")
+
+
+def near(attack: Attack) -> Figures:
+    """Attack over loopback, without TLS."""
+    with daemon(MACHINE, *LIMIT) as started:
+        host = started.client.host
+        return besiege(
+            started, attack, host, None, Owner(host, started.client.port, None)
+        )
+
+
+def plug_in(name: str) -> int:
+    """Make a network interface whose packets we carry; returns its descriptor."""
+    tun = os.open("/dev/net/tun", os.O_RDWR)
+    fcntl.ioctl(tun, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TUN))
+    return tun
+
+
+def carry(from_: int, to: int) -> None:
+    """Carry packets from one interface to another, each HALF_TRIP seconds late.
+
+    (The kernel's own netem is not in every kernel.)
+    """
+    late: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+
+    def deliver() -> None:
+        while True:
+            due, packet = late.get()
+            time.sleep(max(due - time.monotonic(), 0))
+            os.write(to, packet)
+
+    threading.Thread(target=deliver, daemon=True).start()
+    while packet := os.read(from_, 65536):
+        late.put((time.monotonic() + HALF_TRIP, packet))
+
+
+def lay_long_cable(one: Namespace, address: str, other: Namespace, far: str) -> None:
+    """Connect two hosts by a line that takes its time."""
+    ends = [place.run(partial(plug_in, "long")) for place in (one, other)]
+    for place, own in ((one, address), (other, far)):
+        ip(f"-n {place.name} address add {own} dev long")
+        ip(f"-n {place.name} link set long up")
+    for way in (ends, ends[::-1]):
+        threading.Thread(target=carry, args=way, daemon=True).start()
+
+
+def far(attack: Attack) -> Figures:
+    """Attack over TLS, with an owner in another network, 250 ms away."""
+    with (
+        hosts(3) as (box, attacker, home),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        wire(box, "bad", "10.1.0.1/16", attacker, "10.1.0.2/16")
+        lay_long_cable(box, "10.2.0.1/24", home, "10.2.0.2/24")
+        # The attacker's addresses are on its loopback, and routed to it.
+        ip(f"-n {attacker.name} route add local 10.3.0.0/16 dev lo")
+        ip(f"-n {box.name} route add 10.3.0.0/16 via 10.1.0.2")
+        certificate = new_certificate(Path(folder))
+        context = ssl.create_default_context(cafile=str(certificate.cert))
+        context.check_hostname = False
+        settings = MACHINE | certificate.settings() | {"WAKER_LISTEN": "[::]:0"}
+        with daemon(settings, *LIMIT, *box.command()) as started:
+            owner = Owner("10.2.0.1", started.client.port, context)
+            return home.run(
+                partial(besiege, started, attack, "10.1.0.1", attacker, owner)
+            )
 
 
 # ---- The costliest inputs ------------------------------------------------------------
@@ -263,9 +405,9 @@ ODD_HEADS = {
     "commas": HEAD + b"X-Forwarded-For: " + b"," * 16000,
     "colons": HEAD + b"X-Forwarded-For: " + b":" * 16000,
     "a long method": b"A" * 16000,
-    "a long path": b"GET /" + b"%41" * 2700 + b'" HTTP/1.1\r\nHost: x',
-    "a long query": b"GET /" + b"?" * 8100 + b'" HTTP/1.1\r\nHost: x',
-    "a long authority": b"GET http://[" + b":" * 8100 + b" HTTP/1.1\r\nHost: x",
+    "a long path": b"GET /" + b"%41" * 5400 + b'" HTTP/1.1\r\nHost: x',
+    "a long query": b"GET /" + b"?" * 16200 + b'" HTTP/1.1\r\nHost: x',
+    "a long authority": b"GET http://[" + b":" * 16200 + b" HTTP/1.1\r\nHost: x",
     "a long Host": b"GET / HTTP/1.1\r\nHost: " + b"a." * 8000 + b"@",
     "carriage returns": HEAD + b"X:" + b"\r" * 16000,
     "a long token": HEAD + b"Authorization: Bearer " + b" " * 16000,
@@ -294,11 +436,10 @@ def milliseconds(read: Callable[[], object]) -> float:
 
 
 def read_head(head: bytes) -> None:
-    """Read as the daemon does: while it comes, when it is there, and by a worker."""
-    waker.request_size(head, 0)
-    waker.request_size(head + b"\r\n\r\n", len(head))
+    """Read as the daemon does."""
+    file: io.BufferedReader = io.BufferedReader(io.BytesIO(head + b"\r\n\r\n"))
     proxies = waker.parse_networks("10.0.0.0/8")
-    waker.parse_request(head + b"\r\n\r\n", "10.0.0.1", proxies, 0)
+    waker.read_request(file, waker.read_head(file), "10.0.0.1", proxies)
 
 
 def read_body(body: bytes) -> None:
@@ -306,44 +447,49 @@ def read_body(body: bytes) -> None:
     waker.text_member(request, "pin")
 
 
-def print_costs() -> None:
-    """Print the table of what inputs of 16 KiB cost."""
-    print("input of 16 KiB | ms of CPU")
+def costs() -> Iterator[tuple[str, float]]:
+    """Measure what inputs of 16 KiB cost, in ms of CPU."""
     for name, head in ODD_HEADS.items():
-        print(f"head: {name} | {milliseconds(partial(read_head, head)):.2f}")
+        yield f"head: {name}", milliseconds(partial(read_head, head))
     for name, body in ODD_BODIES.items():
-        print(f"body: {name} | {milliseconds(partial(read_body, body)):.2f}")
+        yield f"body: {name}", milliseconds(partial(read_body, body))
 
 
 def main(names: list[str]) -> int:
     """Print the tables."""
-    if not names:
-        print_costs()
-    print(*Figures._fields, sep=" | ", flush=True)
-    for name, attackers, descriptors in attacks():
-        if names and not any(wanted in name for wanted in names):
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            disks = Disks({"cryptroot": PASSPHRASE}, slow=1)
-            with paramiko_server(Path(folder), disks) as initrd:
-                settings = initrd.machine().settings() | {
-                    "WAKER_HOMELAB_MAC": "52:54:00:12:34:56",
-                    "WAKER_HOMELAB_BROADCAST": OWNER,
-                    "WAKER_PIN": PIN,
-                }
-                limit = ("prlimit", f"--nofile={descriptors}")
-                with daemon(settings, *limit) as started:
-                    figures = besiege(started, name, attackers)
-        print(*figures, sep=" | ", flush=True)
+    if not names or names == ["--costs"]:
+        print("input of 16 KiB | ms of CPU")
+        for name, cost in costs():
+            print(f"{name} | {cost:.2f}")
+    if names == ["--costs"]:
+        return 0
+    print("attack", *Figures._fields, sep=" | ", flush=True)
+    for where, attacks in ((near, PLAIN), (far, TLS)):
+        for attack in attacks:
+            title = f"{attack}{', TLS, 250 ms away' if where is far else ''}"
+            if names and not any(name in title for name in names):
+                continue
+            rounds = [where(attack) for _ in range(TIMES)]
+            medians = [
+                statistics.median(column) for column in zip(*rounds, strict=True)
+            ]
+            print(
+                title, *(f"{figure:.1f}" for figure in medians), sep=" | ", flush=True
+            )
     return 0
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--attack"]:
-        kind, count, spread, port = sys.argv[2:]
+        kind, count, addresses, host, port = sys.argv[2:]
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        (flood if kind.startswith("flood") else keep_open)(
-            kind, int(count), spread, int(port)
-        )
+        near_by = host.startswith("127.")
+        sources = [
+            source(n) if near_by else f"10.3.{n // 250}.{1 + n % 250}"
+            for n in range(int(addresses))
+        ]
+        if kind == "costly hellos":
+            send_hellos(int(count), sources, host, int(port))
+        keep_open(kind, int(count), sources, host, int(port))
     sys.exit(main(sys.argv[1:]))

@@ -130,12 +130,17 @@ def test_each_section_begins_with_its_law() -> None:
     assert all(len(line) == 88 for line in SOURCE.splitlines() if "# ----" in line)
 
 
+# None of them is our own.
+BASES = {
+    *("NamedTuple", "Exception", "enum.Enum", "io.RawIOBase", "logging.Handler"),
+    *("BaseHTTPRequestHandler", "ThreadingHTTPServer"),
+}
+
+
 def test_there_is_no_magic() -> None:
     for kind in CLASSES:
         bases = {ast.unparse(base) for base in kind.bases}
-        assert bases <= {"NamedTuple", "Exception", "enum.Enum", "logging.Handler"}, (
-            kind.name
-        )
+        assert bases <= BASES, kind.name
         assert not kind.keywords
         assert not kind.decorator_list
     for function in FUNCTIONS:
@@ -143,7 +148,7 @@ def test_there_is_no_magic() -> None:
         assert decorators <= {"classmethod"}, function.name
         assert not function.args.kwarg, function.name
     known = {node.id for node in ast.walk(TREE) if isinstance(node, ast.Name)}
-    assert not known & {"Any", "setattr", "eval", "exec", "globals", "__import__"}
+    assert not known & {"setattr", "eval", "exec", "globals", "__import__"}
 
 
 def test_only_these_touch_the_network() -> None:
@@ -159,7 +164,7 @@ def test_only_these_touch_the_network() -> None:
 def test_only_what_waits_reads_the_clock() -> None:
     assert users(r"\btime\.(?!sleep|strftime|gmtime)\w+\(") == {
         *("knock", "Run", "confirm", "converse", "Starter"),
-        *("Server", "unlock_once"),
+        *("Incoming", "read_request", "Handler", "unlock_once"),
     }
 
 

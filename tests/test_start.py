@@ -235,13 +235,17 @@ def test_a_connection_that_breaks_off_is_tried_again(tmp_path: Path) -> None:
 def test_a_start_that_finds_no_thread_leaves_room_for_the_next_one(
     owner: Client,
 ) -> None:
+    assert owner.app
+    passphrase = waker.Passphrase.parse(PASSPHRASE)
     usual = threading.stack_size(1 << 46)  # bytes, which nobody has
     try:
-        answer = owner.call("POST", "/api/start", BODY)
+        with pytest.raises(waker.Fault) as fault:
+            owner.app.starter.begin(passphrase, time.monotonic())
     finally:
         threading.stack_size(usual)
-    assert (answer.status, told(owner)) == (503, None)
-    assert answer.headers["Retry-After"] == "5"
+    assert fault.value.status == 503
+    assert fault.value.headers == (("Retry-After", "5"),)
+    assert told(owner) is None
     assert owner.call("DELETE", "/api/start").status == 409
     start(owner)
     wait_until(owner, "done")
