@@ -237,7 +237,7 @@ class Dialect(NamedTuple):
     - rejected: the passphrase is wrong
     - working: the key derivation takes its time, the verdict is open
     - idle: nothing asks for a passphrase
-    - settled: nothing asks, and all disks are open
+    - open: nothing asks, and all disks are open
     - early: the initrd is not that far yet
     - foreign: something asks for a secret that is not of a disk
     - dead: the initrd has given up on a disk
@@ -341,7 +341,7 @@ DIALECTS: Final = (
         events=re.compile(
             r"(?m)^waker: (?:asks (?P<asks>[ -~\ufffd]+)"
             r"|opened (?P<opened>[ -~\ufffd]+)"
-            r"|rejected (?P<rejected>[ -~\ufffd]+)|(?P<settled>)settled|(?P<idle>)idle"
+            r"|rejected (?P<rejected>[ -~\ufffd]+)|(?P<open>)settled|(?P<idle>)idle"
             r"|(?P<dead>)dead|(?P<foreign>)foreign|(?P<booted>)booted)\n"
         ),
         warning=" Beware: the next wrong one may be the last. Unless crypttab has"
@@ -978,58 +978,77 @@ class Watcher:
             return self._sight
 
 
-# ---- Unlocking: how it may end -------------------------------------------------------
+# ---- Unlocking: outcomes -------------------------------------------------------------
 # `waker.py unlock`: one passphrase, one machine, then the process ends, and with it all
 # memory and threads that knew the passphrase. Nothing that the machine writes is told
 # but a disk's name: it might repeat the passphrase.
 
+NO_PARAMIKO: Final = (
+    "paramiko is missing or incomplete: Debian has it in python3-paramiko, OpenWrt in"
+    " python3-paramiko and python3-six"
+)
 
-def tell_sent(*, sent: bool) -> str:
-    """Tell whether the passphrase has left us."""
-    return f"The passphrase was {'' if sent else 'not '}sent."
+
+NO_PIN: Final = (
+    "no host key is pinned, so anybody might get the passphrase. While the initrd"
+    " waits, `waker check` prints the line for WAKER_SSH_HOST_KEY"
+)
 
 
-class Outcome(NamedTuple):
-    """How an unlock ended, and whether the passphrase was sent.
+class Outcome(enum.Enum):
+    """What an unlock came to: the word for programs, and the sentence for people.
 
-    - unlocked: the machine said so, or was seen to go on
-    - wrong: the passphrase is
-    - early: nothing asks for it so far; a moment later something may
-    - open: nothing asks for it, all disks are open already
-    - up: nothing asks for it, the system is up already
-    - unconfirmed: it was sent, and no verdict came
-    - failed: anything else
+    In the sentence {} is a detail. What is `not_asked` may be tried again.
     """
 
+    UNLOCKED = "unlocked", "Unlocked: {}"
+    SEEN_UP = "unlocked", "{}; then the system's SSH answered"
+    SETTLED = "unlocked", "no disk asks any more, though no verdict on disk {} came"
+    OPEN = "already_open", "nothing asks for a passphrase: every disk is open already"
+    BOOTED = "up", "nothing asks for a passphrase: the system is up already"
+    WAITS = "not_confirmed", "{}; the initrd still waits: probably it was a wrong one"
+    GONE = "not_confirmed", "{}; the machine may be booting, or have lost its power"
+    UNTOLD = "not_confirmed", "not confirmed: {}"
+    REJECTED = "wrong_passphrase", "Wrong passphrase for disk {}"
+    DEAD = "gave_up", "the initrd has given up on a disk; restart the machine"
+    HOST_KEY = "host_key_differs", "the host key differs: {}"
+    KEY = "key_refused", "the initrd refused our key {}"
+    UNREACHED = "not_asked", "{}"
+    EARLY = "not_asked", "the initrd is not that far yet; try again in a few seconds"
+    IDLE = "not_asked", "nothing asks for a passphrase: not so far yet, or open already"
+    LOST = "not_asked", "the connection was lost before a disk asked for its passphrase"
+    SILENT = "not_asked", "logged in, but no disk asked for its passphrase in time"
+    ENDED = "not_asked", "the unlock command ended without asking; try again"
+    MISSING = "error", "logged in, but there is no command to unlock with"
+    REFUSED = "error", "logged in, but the server refuses to run the unlock command"
+    FOREIGN = "error", "something asks for a secret that is not of a disk"
+    ERROR = "error", "{}"
+
+
+class Result(NamedTuple):
+    """What is told of an unlock; the outcome is the word for programs."""
+
     outcome: str
-    sent: bool
+    sent: bool  # the passphrase has left us, or may have
     message: str
 
     @classmethod
-    def failed(cls, reason: str, *, sent: bool, outcome: str = "failed") -> "Outcome":
-        """Tell what went wrong, and whether the passphrase has left."""
-        return cls(outcome, sent, f"{reason}. {tell_sent(sent=sent)}")
+    def of(cls, outcome: Outcome, detail: str = "", *, sent: bool) -> "Result":
+        """Put it in words, which tell whether the passphrase was sent, if in doubt."""
+        word, sentence = outcome.value
+        message = f"{sentence.format(detail)}."
+        if outcome not in (Outcome.UNLOCKED, Outcome.SEEN_UP, Outcome.REJECTED):
+            message += f" The passphrase was {'' if sent else 'not '}sent."
+        return cls(word, sent, message)
 
 
-class NotUnlocked(Exception):
-    """Why the unlock cannot go on, and which outcome that is."""
+class NotSent(Exception):
+    """Why the unlock ends before the passphrase was sent."""
 
-    def __init__(self, reason: str, outcome: str = "failed") -> None:
-        super().__init__(reason)
+    def __init__(self, outcome: Outcome, detail: str = "") -> None:
+        super().__init__(outcome.value[1].format(detail))
         self.outcome = outcome
-
-
-class Progress:
-    """Tells each step as it begins, and remembers whether the passphrase has left."""
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        self.sent = False
-
-    def step(self, name: str) -> None:
-        """Tell one of: connected, verified, asked, sent."""
-        self.sent = self.sent or name == "sent"
-        self._tell(name)
+        self.detail = detail
 
 
 # ---- Unlocking: the connection -------------------------------------------------------
@@ -1041,38 +1060,9 @@ LOST_SECONDS: Final = 10  # without a sign of life from the machine's kernel: it
 HANDSHAKE_SECONDS: Final = 10  # key exchange, and login: slow boxes take one or two
 PEER_ERRORS: Final = Exception  # of any kind: paramiko raises what its thread died of
 
-PARAMIKO: Final = (2, 12)  # the oldest that is tested; Debian 12 and OpenWrt have it
-PARAMIKO_REMEDY: Final = (
-    "Debian has it in python3-paramiko, OpenWrt in python3-paramiko and python3-six"
-)
-
-
-def paramiko_fault() -> str:
-    """Tell what is wrong with paramiko, and what helps; empty if nothing is."""
-    try:
-        import paramiko
-    except (ImportError, AttributeError) as error:  # a new cryptography lacks something
-        return f"paramiko is missing or incomplete ({error}); {PARAMIKO_REMEDY}"
-    major, minor = map(int, paramiko.__version__.split(".")[:2])
-    if (major, minor) < PARAMIKO:
-        return f"paramiko {paramiko.__version__} is too old; it takes 2.12 or later"
-    return ""
-
-
-def tune(tcp: socket.socket) -> None:
-    """Have little packets leave at once, and a lost peer be noticed soon.
-
-    Without the first, each waits for a late acknowledgement of the one before: 50 ms.
-    """
-    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, LOST_SECONDS // 2)
-    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_SECONDS * 1000)
-
 
 def dial(machine: Machine) -> socket.socket:
-    """Connect to the initrd's port, and see that SSH is spoken there."""
+    """Connect to the initrd's port, and see that SSH is there. Raises: NotSent."""
     where = f"port {machine.initrd_port} of {machine.host}"
     with contextlib.ExitStack() as closing:
         try:
@@ -1086,20 +1076,38 @@ def dial(machine: Machine) -> socket.socket:
         except OSError as error:
             reason = f"{where} cannot be reached: {error.strerror}"
         else:
+            reason = f"{where} does not speak SSH to us"
             if ident and b"SSH-".startswith(ident[:4]):
-                tune(tcp)
+                # Without a delay for small packets: each would wait for an answer.
+                tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                # And a machine that has lost its power is noticed.
+                tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for name, value in (
+                    (socket.TCP_KEEPIDLE, LOST_SECONDS // 2),
+                    (socket.TCP_KEEPINTVL, 1),
+                    (socket.TCP_USER_TIMEOUT, LOST_SECONDS * 1000),
+                ):
+                    tcp.setsockopt(socket.IPPROTO_TCP, name, value)
                 closing.pop_all()
                 return tcp
-            reason = f"{where} does not speak SSH to us"
-    raise NotUnlocked(reason, "early")
+    raise NotSent(Outcome.UNREACHED, reason)
 
 
-def restrict(transport: "paramiko.Transport", machine: Machine) -> None:
-    """Leave only algorithms without SHA-1, MD5 and CBC, the pinned key types first.
+def begin(machine: Machine) -> "paramiko.Transport":
+    """Connect, and leave only algorithms without SHA-1, MD5 and CBC.
 
-    A server with several host keys then shows the one we know. The other types stay, so
-    that another machine is told by its fingerprint, and not as a failed handshake.
+    The pinned key types come first, so that a server with several host keys shows the
+    one we know. The other types stay: another machine is told by its fingerprint, and
+    not as a failed handshake. Raises: NotSent.
     """
+    try:
+        import paramiko
+
+        paramiko.util.get_logger("paramiko").setLevel("CRITICAL")  # it logs tracebacks
+    except (ImportError, AttributeError):  # a new cryptography lacks something
+        raise NotSent(Outcome.ERROR, NO_PARAMIKO) from None
+    transport = paramiko.Transport(dial(machine))
+    transport.auth_timeout = HANDSHAKE_SECONDS
     pinned = {key.kind for key in machine.host_keys}
     if "ssh-rsa" in pinned:
         pinned |= {"rsa-sha2-512", "rsa-sha2-256"}
@@ -1111,16 +1119,6 @@ def restrict(transport: "paramiko.Transport", machine: Machine) -> None:
     options.ciphers = [
         name for name in options.ciphers if "ctr" in name or "gcm" in name
     ]
-
-
-def begin(machine: Machine) -> "paramiko.Transport":
-    """Connect; next comes the key exchange."""
-    import paramiko
-
-    paramiko.util.get_logger("paramiko").setLevel("CRITICAL")  # it logs tracebacks
-    transport = paramiko.Transport(dial(machine))
-    transport.auth_timeout = HANDSHAKE_SECONDS
-    restrict(transport, machine)
     return transport
 
 
@@ -1131,88 +1129,80 @@ def hang_up(transport: "paramiko.Transport") -> None:
 
 
 def exchange_keys(transport: "paramiko.Transport", machine: Machine) -> HostKey:
-    """Exchange keys; returns the host key that the server proved to have."""
+    """Exchange keys; returns the host key that the server proved to have.
+
+    Raises: NotSent.
+    """
     import paramiko
 
     try:
         transport.start_client(timeout=HANDSHAKE_SECONDS)
     except paramiko.ssh_exception.IncompatiblePeer:
-        raise NotUnlocked(
-            "the SSH server has no algorithm in common with paramiko"
-            " (tinyssh, for one, has only a cipher that paramiko lacks)"
-        ) from None
+        reason = "the SSH server has no algorithm in common with paramiko (tinyssh, for"
+        reason += " one, has only a cipher that paramiko lacks)"
+        raise NotSent(Outcome.ERROR, reason) from None
     except PEER_ERRORS:
         reason = "the connection broke off in the key exchange"
         if machine.host_keys:
             reason += "; dropbear does that, too, if it has no host key of the pinned"
             reason += f" type {' or '.join(key.kind for key in machine.host_keys)}"
-        raise NotUnlocked(reason, "early") from None
+        raise NotSent(Outcome.UNREACHED, reason) from None
     if not transport.initial_kex_done:  # then start_client only got tired of waiting
-        raise NotUnlocked("the SSH server fell silent in the key exchange", "early")
+        reason = "the SSH server fell silent in the key exchange"
+        raise NotSent(Outcome.UNREACHED, reason)
     key = transport.get_remote_server_key()
     return HostKey(key.get_name(), key.asbytes())
 
 
 def verify(transport: "paramiko.Transport", machine: Machine) -> None:
-    """Exchange keys, and see that the host key is a pinned one."""
+    """Exchange keys, and see that the host key is a pinned one. Raises: NotSent."""
     seen = exchange_keys(transport, machine)
     if seen not in machine.host_keys:
         pins = " or ".join(fingerprint(key.blob) for key in machine.host_keys)
-        raise NotUnlocked(
-            f"the host key differs: pinned {pins}, seen {fingerprint(seen.blob)}."
-            " The system that is up already would show another key, and so would an"
-            " impostor"
+        raise NotSent(
+            Outcome.HOST_KEY,
+            f"pinned {pins}, seen {fingerprint(seen.blob)}. The system that is up"
+            " already would show another key, and so would an impostor",
         )
 
 
 def load_key(path: Path) -> "paramiko.PKey":
-    """Load our private key, of whichever type it is."""
+    """Load our private key, of whichever type it is. Raises: NotSent."""
     import paramiko
 
+    fault = file_fault(path, private=True)
+    if fault:
+        raise NotSent(Outcome.ERROR, f"our key {fault}")
     for kind in (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey):
         try:
             return kind.from_private_key_file(str(path))
         except paramiko.PasswordRequiredException:
-            raise NotUnlocked(f"our key {path} must not be encrypted") from None
-        except OSError as error:
-            raise NotUnlocked(f"our key {path}: {error.strerror}") from None
+            reason = f"our key {path} must not be encrypted"
+            raise NotSent(Outcome.ERROR, reason) from None
         except PEER_ERRORS:
             continue  # it is of another type, or damaged
-    raise NotUnlocked(f"our key {path} must be an Ed25519, ECDSA or RSA private key")
+    reason = f"our key {path} must be an Ed25519, ECDSA or RSA private key"
+    raise NotSent(Outcome.ERROR, reason)
 
 
 def log_in(transport: "paramiko.Transport", machine: Machine) -> None:
-    """Authenticate with our key; no agent and no other key is ever tried."""
+    """Authenticate with our key, and no other one is tried. Raises: NotSent."""
     key = load_key(machine.key)
     try:
         transport.auth_publickey(machine.user, key)
     except PEER_ERRORS as error:
         if not transport.is_active():
             reason = "the connection broke off in the login"
-            raise NotUnlocked(reason, "early") from None
+            raise NotSent(Outcome.UNREACHED, reason) from None
         if "timeout" in str(error):
             reason = "the SSH server fell silent in the login"
-            raise NotUnlocked(reason, "early") from None
+            raise NotSent(Outcome.UNREACHED, reason) from None
     if not transport.is_authenticated():
-        raise NotUnlocked(
-            f"the initrd refused our key {fingerprint(key.asbytes())} for user"
-            f" {machine.user}: it is not in its authorized_keys, or the initrd was not"
-            " rebuilt since"
+        raise NotSent(
+            Outcome.KEY,
+            f"{fingerprint(key.asbytes())} for user {machine.user}: it is not in its"
+            " authorized_keys, or the initrd was not rebuilt since",
         )
-
-
-def connect(machine: Machine, progress: Progress) -> "paramiko.Transport":
-    """Get a connection in which the host key is verified and we are logged in."""
-    transport = begin(machine)
-    progress.step("connected")
-    try:
-        verify(transport, machine)
-        progress.step("verified")
-        log_in(transport, machine)
-    except NotUnlocked:
-        hang_up(transport)
-        raise
-    return transport
 
 
 # ---- Unlocking: the conversation -----------------------------------------------------
@@ -1228,204 +1218,163 @@ MARGIN_SECONDS: Final = 5  # for the outcome to be told before we are killed
 OUTPUT_KEPT: Final = 65536  # characters; no initrd writes so many
 
 
-class Run:
+class Command:
     """One run of the dialect's command, heard as a sequence of events."""
 
     def __init__(self, transport: "paramiko.Transport", dialect: Dialect) -> None:
         self._transport = transport
         self._dialect = dialect
-        self._channel: paramiko.Channel | None = None
         self._output = ""
+        self._channel = transport.open_session()
+        self._channel.set_combine_stderr(True)
+        self._channel.exec_command(dialect.command)
 
-    def _open(self) -> "paramiko.Channel":
-        """Begin to run the command, if it does not run so far."""
-        if not self._channel:
-            channel = self._transport.open_session()
-            channel.set_combine_stderr(True)
-            channel.exec_command(self._dialect.command)
-            self._channel = channel
-        return self._channel
+    def answer(self, passphrase: Passphrase) -> None:
+        """Send the passphrase, exactly."""
+        self._channel.sendall(passphrase.data + self._dialect.ending)
+        if not self._dialect.ending:
+            self._channel.shutdown_write()
 
-    def _next(self, channel: "paramiko.Channel") -> tuple[str, str]:
-        """Read up to an event; it is an ending where the output is at its end."""
-        while True:
+    def hear(self, until: float) -> tuple[str, str]:
+        """Wait for the next event; returns it, and the disk that it names, if any.
+
+        Beside the dialect's events there are open, missing and ended, by exit status;
+        and silent.
+        """
+        while (left := until - time.monotonic()) > 0:
             found = self._dialect.events.search(self._output)
             if found and found.lastgroup:
                 self._output = self._output[found.end() :]
                 return found.lastgroup, found[found.lastgroup]
-            data = channel.recv(4096)
+            self._channel.settimeout(left)
+            try:
+                data = self._channel.recv(4096)
+            except TimeoutError:
+                break
             if not data:
-                channel.status_event.wait(HANDSHAKE_SECONDS)
-                endings = {0: "done", 126: "missing", 127: "missing"}
-                return endings.get(channel.exit_status, "ended"), ""
+                self._channel.status_event.wait(END_SECONDS)
+                endings = {0: "open", 126: "missing", 127: "missing"}
+                return endings.get(self._channel.exit_status, "ended"), ""
             self._output += data.decode("ascii", "replace")
             self._output = self._output[-OUTPUT_KEPT:]
-
-    def hear(
-        self, deadline: float, answer: Passphrase | None = None
-    ) -> tuple[str, str]:
-        """Send the answer, if there is one, exactly; then wait for the next event.
-
-        Returns the event and the disk it names, if any. Beside the dialect's events
-        there are done, missing and ended, by exit status; lost; refused; and silent,
-        after which the connection is closed.
-        """
-        # Some of paramiko's waits know no timeout, but all end with the connection.
-        left = max(deadline - time.monotonic(), 0)
-        watchdog = threading.Timer(left, self._transport.close)
-        watchdog.daemon = True
-        watchdog.start()
-        try:
-            channel = self._open()
-            if answer:
-                channel.sendall(answer.data + self._dialect.ending)
-                if not self._dialect.ending:
-                    channel.shutdown_write()
-            event, disk = self._next(channel)
-        except PEER_ERRORS:
-            event, disk = "refused", ""
-        watchdog.cancel()
-        if event in ("ended", "refused"):
-            self._transport.join(1)  # it may be about to notice the end
-            if not self._transport.is_active():
-                event = "lost" if time.monotonic() < deadline else "silent"
-        return event, disk
+        return "silent", ""
 
     def wait_for_end(self) -> None:
         """Let the command end, before another one begins.
 
         Dropbear would sometimes end a channel that was opened when it does.
         """
-        if self._channel:
-            deadline = time.monotonic() + END_SECONDS
-            self._channel.settimeout(END_SECONDS)
-            with contextlib.suppress(TimeoutError):
-                while self._channel.recv(4096) and time.monotonic() < deadline:
-                    pass
-            self._channel.status_event.wait(max(deadline - time.monotonic(), 0))
+        until = time.monotonic() + END_SECONDS
+        while self.hear(until)[0] not in ("open", "ended", "missing", "silent"):
+            pass
 
 
-def confirm(machine: Machine, before: Sight, deadline: float) -> str:
+def confirm(machine: Machine, before: Sight, deadline: float) -> Outcome:
     """Look what becomes of a machine that gave no verdict on the passphrase.
 
-    Returns up, waiting or lost. Only a system's port that was seen closed before proves
-    by opening that the system is up: one that was silent may have been open.
+    Only a system's port that was seen closed before proves by opening that the system
+    is up: one that was silent may have been open.
     """
     deadline = min(deadline, time.monotonic() + CONFIRM_SECONDS)
     while True:
         sight = look(machine)
         if before.system is Port.CLOSED and sight.system is Port.OPEN:
-            return "up"
+            return Outcome.SEEN_UP
         if time.monotonic() + PAUSE_SECONDS > deadline:
-            return "waiting" if sight.initrd is Port.OPEN else "lost"
+            return Outcome.WAITS if sight.initrd is Port.OPEN else Outcome.GONE
         time.sleep(PAUSE_SECONDS)
 
 
-def why_not_asked(event: str) -> NotUnlocked:
-    """Explain what happened in place of a disk asking for its passphrase."""
-    unlocked = "nothing asks for a passphrase: every disk is unlocked already"
-    reasons = {
-        "done": unlocked,
-        "settled": unlocked,
-        "idle": "nothing asks for a passphrase: unlocked already, or not that far yet",
-        "early": "the initrd is not that far yet; try again in a few seconds",
-        "booted": "nothing asks for a passphrase: the system is up already",
-        "foreign": "something asks for a secret that is not of a disk; see the console",
-        "dead": "the initrd has given up on a disk, after too many wrong passphrases or"
-        " an error; restart the machine",
-        "missing": "logged in, but there is no command to unlock with: this is no such"
-        " initrd",
-        "refused": "logged in, but the server refuses to run the unlock command",
-        "lost": "the connection was lost before a disk asked for its passphrase",
-        "silent": "logged in, but no disk asked for its passphrase in time",
-    }
-    outcomes = {"done": "open", "settled": "open", "booted": "up"}
-    outcomes |= dict.fromkeys(("foreign", "dead", "missing", "refused"), "failed")
-    reason = reasons.get(event, "the unlock command ended without asking; try again")
-    return NotUnlocked(reason, outcomes.get(event, "early"))
+def end_of(transport: "paramiko.Transport", event: str, deadline: float) -> str:
+    """Tell a connection that ended from a command that did: lost, or silent by us."""
+    transport.join(1)  # it may be about to notice the end
+    if event not in ("ended", "refused") or transport.is_active():
+        return event
+    return "lost" if time.monotonic() < deadline else "silent"
 
 
-def conclude(event: str, why: str, disk: str, opened: Sequence[str]) -> Outcome:
-    """Tell what became of a disk that was answered, if it did not say it opened.
-
-    `why` tells why there is no verdict.
-    """
-    others = f"; it did unlock {', '.join(opened)}" if opened else ""
-    if event == "rejected":
-        message = f"Wrong passphrase for disk {disk}{others}."
-        return Outcome("wrong", sent=True, message=message)
-    if event == "settled":
-        message = f"No disk asks any more, though no verdict on disk {disk} came."
-        return Outcome("unlocked", sent=True, message=message)
-    if event == "up":
-        message = f"{why.capitalize()}; then the system's SSH answered."
-        return Outcome("unlocked", sent=True, message=message)
-    if event == "dead":
-        reason = "the initrd has given up on a disk, after too many wrong passphrases"
-        reason += " or an error; if the machine does not come up, restart it"
-        return Outcome.failed(reason + others, sent=True)
-    ends = {
-        "waiting": "The initrd still waits, so the passphrase was probably wrong",
-        "lost": "The system was not seen up since; it may be booting, or have lost its"
-        " power",
-    }
-    reason = f"not confirmed: {why}. {ends[event]}{others}"
-    return Outcome.failed(reason, sent=True, outcome="unconfirmed")
+def conclude(
+    transport: "paramiko.Transport",
+    machine: Machine,
+    heard: tuple[str, str],
+    before: Sight,
+    deadline: float,
+) -> tuple[Outcome, str]:
+    """Tell what became of a disk that was answered and did not say that it opened."""
+    event, disk = heard
+    told = {"rejected": Outcome.REJECTED, "open": Outcome.SETTLED, "dead": Outcome.DEAD}
+    if event in told:
+        return told[event], disk
+    why = "there was no verdict after the passphrase was sent"
+    if end_of(transport, event, deadline) == "lost":
+        why = "the connection was lost after the passphrase was sent"
+    hang_up(transport)
+    outcome = confirm(machine, before, deadline)
+    return outcome, why if outcome is Outcome.SEEN_UP else f"not confirmed: {why}"
 
 
 def converse(
     transport: "paramiko.Transport",
     machine: Machine,
     passphrase: Passphrase,
-    progress: Progress,
+    tell_sent: Callable[[], None],
     deadline: float,
-) -> Outcome:
-    """Answer every disk that asks, once, until none asks any more."""
+) -> Result:
+    """Answer every disk that asks, once, until none asks any more. Raises: NotSent."""
     opened: list[str] = []
-    run = Run(transport, machine.dialect)
-    event, disk = run.hear(min(deadline, time.monotonic() + ASK_SECONDS))
-    if event != "asks":
-        raise why_not_asked(event)
-    while event == "asks" and disk not in opened:
-        progress.step("asked")
+    until = min(deadline, time.monotonic() + ASK_SECONDS)
+    while True:
+        try:
+            command = Command(transport, machine.dialect)
+            event, disk = command.hear(until)
+        except PEER_ERRORS:
+            event, disk = "refused", ""
+        if event != "asks" or disk in opened:
+            break
         before = look(machine)
-        progress.step("sent")
-        event, named = run.hear(deadline, passphrase)
-        if event == "opened":
-            opened.append(named or disk)
-            run.wait_for_end()
-            run = Run(transport, machine.dialect)
-            event, disk = run.hear(min(deadline, time.monotonic() + NEXT_SECONDS))
-            continue
-        why = "the initrd gave no verdict after the passphrase was sent"
-        if event == "lost":
-            why = "the connection was lost after the passphrase was sent"
-        if event not in ("rejected", "settled", "dead"):
-            hang_up(transport)
-            event = confirm(machine, before, deadline)
-        outcome = conclude(event, why, named or disk, opened)
-        warning = machine.dialect.warning if event == "rejected" else ""
-        return outcome._replace(message=outcome.message + warning)
-    return Outcome("unlocked", sent=True, message=f"Unlocked: {', '.join(opened)}.")
+        tell_sent()
+        try:
+            command.answer(passphrase)
+            event, named = command.hear(deadline)
+        except PEER_ERRORS:
+            event, named = "ended", ""
+        if event != "opened":
+            heard = event, named or disk
+            outcome, detail = conclude(transport, machine, heard, before, deadline)
+            detail += f"; it did unlock {', '.join(opened)}" if opened else ""
+            result = Result.of(outcome, detail, sent=True)
+            warning = machine.dialect.warning if event == "rejected" else ""
+            return result._replace(message=result.message + warning)
+        opened.append(named or disk)
+        command.wait_for_end()
+        until = min(deadline, time.monotonic() + NEXT_SECONDS)
+    if opened:
+        return Result.of(Outcome.UNLOCKED, ", ".join(opened), sent=True)
+    event = end_of(transport, event, deadline)
+    strange = event in ("opened", "rejected", "working")
+    raise NotSent(Outcome.ENDED if strange else Outcome[event.upper()])
 
 
 def unlock(
-    machine: Machine, passphrase: Passphrase, progress: Progress, deadline: float
-) -> Outcome:
+    machine: Machine,
+    passphrase: Passphrase,
+    tell_sent: Callable[[], None],
+    deadline: float,
+) -> Result:
     """Unlock the machine's disks, or tell truthfully why not."""
     try:
-        fault = paramiko_fault()
-        if fault:
-            raise NotUnlocked(fault)
         if not machine.host_keys:
-            raise NotUnlocked(
-                "no host key is pinned, so anybody might get the passphrase. While the"
-                " initrd waits, `waker check` prints the line for WAKER_SSH_HOST_KEY"
-            )
-        transport = connect(machine, progress)
-        return converse(transport, machine, passphrase, progress, deadline)
-    except NotUnlocked as why:
-        return Outcome.failed(str(why), sent=progress.sent, outcome=why.outcome)
+            raise NotSent(Outcome.ERROR, NO_PIN)
+        transport = begin(machine)
+        # Some of paramiko's waits know no timeout, but all end with the connection.
+        watchdog = threading.Timer(deadline - time.monotonic(), transport.close)
+        watchdog.daemon = True
+        watchdog.start()
+        verify(transport, machine)
+        log_in(transport, machine)
+        return converse(transport, machine, passphrase, tell_sent, deadline)
+    except NotSent as why:
+        return Result.of(why.outcome, why.detail, sent=False)
 
 
 # ---- Unlocking, seen from the daemon -------------------------------------------------
@@ -1444,7 +1393,8 @@ class Unlocker:
         others = {n: v for n, v in environment.items() if not n.startswith("WAKER_")}
         self._environment = others | config.machine.settings()  # the PIN is not in it
         self._busy = threading.Lock()
-        self._child: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._unsent: subprocess.Popen[bytes] | None = None  # it has not sent so far
         self.cancelled = threading.Event()
 
     def claim(self) -> None:
@@ -1458,13 +1408,13 @@ class Unlocker:
         self._busy.release()
 
     def cancel(self) -> None:
-        """End the process, now or as soon as it has begun."""
-        self.cancelled.set()
-        child = self._child
-        if child:
-            child.kill()
+        """End the process, now or as soon as it has begun, unless it has sent."""
+        with self._lock:
+            self.cancelled.set()
+            if self._unsent:
+                self._unsent.kill()
 
-    def run(self, passphrase: Passphrase) -> Outcome:
+    def run(self, passphrase: Passphrase) -> Result:
         """Do one unlock."""
         import subprocess
 
@@ -1478,26 +1428,37 @@ class Unlocker:
             )
         except OSError as error:
             reason = f"the unlocking process cannot start: {error.strerror}"
-            return Outcome.failed(reason, sent=False)
-        self._child = child
-        if self.cancelled.is_set():  # before there was anything to kill
-            child.kill()
-        with child:
-            try:
-                told, _ = child.communicate(passphrase.data, timeout=self._seconds)
-                ending = f"the unlocking process ended with status {child.returncode}"
-            except subprocess.TimeoutExpired:
+            return Result.of(Outcome.ERROR, reason, sent=False)
+        with self._lock:
+            self._unsent = child
+            if self.cancelled.is_set():  # before there was anything to kill
                 child.kill()
-                told, _ = child.communicate()
-                ending = f"no end was seen within {self._seconds} s"
-            finally:
-                self._child = None
-        steps = [json.loads(line) for line in told.splitlines()]
-        if steps and "outcome" in steps[-1]:
-            return Outcome(**steps[-1])
-        if {"step": "sent"} in steps:
-            return Outcome.failed(ending, sent=True, outcome="unconfirmed")
-        return Outcome.failed(ending, sent=False)
+        told, ends = b"", time.monotonic() + self._seconds
+        with child:
+            stdin = cast("io.BufferedWriter", child.stdin)
+            stdout = cast("io.BufferedReader", child.stdout).fileno()
+            with contextlib.suppress(BrokenPipeError):  # it has ended already
+                stdin.write(passphrase.data)
+                stdin.close()
+            readable = select.poll()
+            readable.register(stdout, select.POLLIN)
+            while readable.poll(max(ends - time.monotonic(), 0) * 1000):
+                told += (chunk := os.read(stdout, 4096))
+                if not chunk:
+                    break
+                with self._lock:
+                    self._unsent = None
+            child.kill()  # if it is late
+        with self._lock:
+            self._unsent = None
+        lines = [json.loads(line) for line in told.splitlines()]
+        if lines and "outcome" in lines[-1]:
+            return Result(**lines[-1])
+        reason = f"the unlocking process ended with status {child.returncode}"
+        if time.monotonic() >= ends:
+            reason = f"no end was seen within {self._seconds} s"
+        outcome = Outcome.UNTOLD if lines else Outcome.ERROR
+        return Result.of(outcome, reason, sent=bool(lines))
 
 
 # ---- Log -----------------------------------------------------------------------------
@@ -1550,38 +1511,21 @@ RETRY_SECONDS: Final = 5  # between two unlocks, where nothing asked so far
 EARLY_SECONDS: Final = 120  # for which that is not given up
 CANCEL_SECONDS: Final = 2  # for a start to end: a look takes most of a second
 KEPT_SECONDS: Final = 3600  # for which is told how the last start ended
+AWAITED: Final = ("unlocked", "already_open", "not_confirmed")  # so the system may boot
 
 
 class Start(NamedTuple):
     """How far a start is, or how it ended."""
 
     phase: str  # waking, unlocking, booting; in the end done, failed or cancelled
+    outcome: str | None  # a word for programs, once something is known
     message: str
     began: float  # monotonic seconds, and so is the end
     ended: float = math.inf
 
-    def members(self, now: float) -> dict[str, object] | None:
-        """Write it as the status has it; None if it ended long ago."""
-        if self.ended + KEPT_SECONDS < now:
-            return None
-        seconds = max(int(min(now, self.ended) - self.began), 0)
-        return {"phase": self.phase, "message": self.message, "seconds": seconds}
-
 
 class Ended(Exception):
-    """A start's last phase, and the message that goes with it."""
-
-    def __init__(self, phase: str, message: str) -> None:
-        super().__init__(message)
-        self.phase = phase
-
-
-class Job:
-    """A start that was begun: its thread, and how far it is."""
-
-    def __init__(self, thread: threading.Thread, now: float) -> None:
-        self.thread = thread
-        self.start = Start("waking", "Looking for the machine", now)
+    """How a start ends: phase, outcome and message."""
 
 
 class Starter:
@@ -1592,141 +1536,150 @@ class Starter:
         self._watcher = watcher
         self._unlocker = unlocker
         self._lock = threading.Lock()
-        self._job: Job | None = None  # the running one, or the last
+        self._start: Start | None = None  # the running one, or the last
+        self._thread = threading.current_thread()
 
-    def _tell(self, job: Job, phase: str, message: str) -> None:
+    def _tell(self, phase: str, outcome: str | None, message: str) -> None:
         """Tell how far it is; the log, only what is new."""
-        known, job.start = job.start, job.start._replace(phase=phase, message=message)
-        if known != job.start:
+        known = cast("Start", self._start)
+        self._start = known._replace(phase=phase, outcome=outcome, message=message)
+        if known != self._start:
             LOG.info("start: %s: %s", phase, message)
 
-    def _go_on(self, pause: float, *, sent: bool) -> None:
-        """Wait, unless the start is cancelled."""
-        if self._unlocker.cancelled.wait(pause):
-            raise Ended("cancelled", f"Cancelled. {tell_sent(sent=sent)}")
+    def _pause(self, seconds: float, result: Result | None = None) -> None:
+        """Wait, unless the start is cancelled; what is known by then is kept."""
+        if self._unlocker.cancelled.wait(seconds):
+            sent = bool(result and result.sent)
+            word = result.outcome if result and result.outcome in AWAITED else None
+            text = f"Cancelled. The passphrase was {'' if sent else 'not '}sent."
+            raise Ended("cancelled", word or "cancelled", text)
 
-    def _wake(self, job: Job, deadline: float) -> None:
+    def _wake(self, deadline: float) -> None:
         """Wait for the initrd's SSH; while the machine is silent, wake it."""
-        packet_due, awake, unsent = -math.inf, False, tell_sent(sent=False)
+        packet_due, awake, unsent = -math.inf, False, "The passphrase was not sent."
         while True:
             now = time.monotonic()
             sight = self._watcher.look(now)
-            self._go_on(0, sent=False)
+            self._pause(0)
             awake = awake or sight.reachable()
             if sight.system is Port.OPEN:
-                raise Ended("done", f"The system is up already. {unsent}")
+                raise Ended("done", "up", f"The system is up already. {unsent}")
             if sight.initrd is Port.OPEN:
                 return
             if now > deadline:
                 reason = "did not wake: is it plugged in, and Wake-on-LAN switched on?"
                 if awake:
                     reason = "was awake, but the SSH of its initrd is not open."
-                raise Ended("failed", f"The machine {reason} {unsent}")
+                raise Ended("failed", "not_awake", f"The machine {reason} {unsent}")
             if sight.reachable():
                 self._tell(
-                    job, "waking", "The machine is awake; its initrd is not ready"
+                    "waking", None, "The machine is awake; its initrd is not ready"
                 )
             elif now >= packet_due:
                 try:
-                    self._tell(job, "waking", wake(self._config))
+                    self._tell("waking", None, wake(self._config))
                 except Fault as fault:
                     if packet_due < 0:  # later, a waking machine may break its link
-                        raise Ended("failed", f"{fault}. {unsent}") from None
-                    self._tell(job, "waking", f"{fault}; trying again")
+                        raise Ended("failed", "error", f"{fault}. {unsent}") from None
+                    self._tell("waking", None, f"{fault}; trying again")
                 packet_due = now + self._config.packet_seconds
-            self._go_on(GLANCE_SECONDS, sent=False)
+            self._pause(GLANCE_SECONDS)
 
-    def _unlock(self, job: Job, passphrase: Passphrase, deadline: float) -> Outcome:
+    def _unlock(self, passphrase: Passphrase, deadline: float) -> Result:
         """Hand the passphrase over when a disk asks for it."""
         message, patience = "The SSH of the initrd is open", math.inf
         while True:
-            self._wake(job, deadline)
-            self._tell(job, "unlocking", message)
-            outcome = self._unlocker.run(passphrase)
-            self._go_on(0, sent=outcome.sent)
+            self._wake(deadline)
+            self._tell("unlocking", None, message)
+            result = self._unlocker.run(passphrase)
             now = time.monotonic()
             patience = min(patience, now + EARLY_SECONDS)
-            if outcome.outcome != "early" or now > min(patience, deadline):
-                return outcome
-            message = outcome.message
-            self._tell(job, "unlocking", message)
-            self._go_on(RETRY_SECONDS, sent=False)
+            if result.outcome != "not_asked" or now > min(patience, deadline):
+                self._pause(0, result)
+                return result
+            message = result.message
+            self._tell("unlocking", None, message)
+            self._pause(RETRY_SECONDS)
 
-    def _watch(self, job: Job, outcome: Outcome, deadline: float) -> str:
-        """Wait for the system, after the disk is unlocked; tell what is seen."""
-        self._tell(job, "booting", outcome.message)
-        while time.monotonic() < deadline:
-            if self._watcher.look(time.monotonic()).system is Port.OPEN:
-                return "The system is up."
-            self._go_on(GLANCE_SECONDS, sent=outcome.sent)
-        raise Ended("failed", f"{outcome.message} The system was not seen up since.")
-
-    def _go(self, job: Job, given: list[Passphrase]) -> str:
-        """Do it all; tell how it ended well. Raises: Ended."""
+    def _go(self, given: list[Passphrase]) -> None:
+        """Do it all. Raises: Ended, in any case."""
         seconds = self._config.start_seconds
         passphrase = given.pop()  # or the thread would keep it, in its arguments
-        outcome = self._unlock(job, passphrase, time.monotonic() + seconds)
+        result = self._unlock(passphrase, time.monotonic() + seconds)
         del passphrase
-        if outcome.outcome == "up":
-            return f"The system is up already. {tell_sent(sent=False)}"
-        if outcome.outcome not in ("unlocked", "open", "unconfirmed"):
-            raise Ended("failed", outcome.message)
-        seen = self._watch(job, outcome, time.monotonic() + seconds)
-        if outcome.outcome == "unlocked":
-            return f"{outcome.message} {seen}"
-        return f"{seen} {tell_sent(sent=outcome.sent)}"
+        if result.outcome not in AWAITED:
+            phase = "done" if result.outcome == "up" else "failed"
+            raise Ended(phase, result.outcome, result.message)
+        self._tell("booting", result.outcome, result.message)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self._watcher.look(time.monotonic()).system is Port.OPEN:
+                raise Ended("done", "up", f"{result.message} The system is up.")
+            self._pause(GLANCE_SECONDS, result)
+        text = f"{result.message} The system was not seen up since."
+        raise Ended("failed", "not_up", text)
 
     def _run(self, given: list[Passphrase]) -> None:
         """Do it all, in a thread, and tell how it ended."""
-        job = cast("Job", self._job)
         try:
-            phase, message = "done", self._go(job, given)
+            self._go(given)
         except Ended as ended:
-            phase, message = ended.phase, str(ended)
+            self._tell(*ended.args)
         except Exception as error:  # noqa: BLE001 - nobody else would tell of a bug
-            phase = "failed"
-            message = f"{describe_bug(error)}. The passphrase may have been sent."
-        LOG.info("start: %s: %s", phase, message)
+            text = f"{describe_bug(error)}. The passphrase may have been sent."
+            self._tell("failed", "error", text)
         with self._lock:  # who reads that it has ended may begin the next one
-            job.start = Start(phase, message, job.start.began, time.monotonic())
+            start = cast("Start", self._start)
+            self._start = start._replace(ended=time.monotonic())
             self._unlocker.release()
 
     def begin(self, passphrase: Passphrase, now: float) -> None:
-        """Start. Raises: Fault 409 while another start or unlock is running; 503."""
+        """Start. Raises: Fault 409 while another start or unlock runs; 500; 503."""
+        if not self._config.machine.host_keys:
+            raise Fault(500, f"Failed to start: {NO_PIN}")
+        if not importlib.util.find_spec("paramiko"):  # to import it would cost 20 MB
+            raise Fault(500, f"Failed to start: {NO_PARAMIKO}")
         thread = threading.Thread(target=self._run, args=([passphrase],), daemon=True)
         with self._lock:
             self._unlocker.claim()
-            known, self._job = self._job, Job(thread, now)
+            known = self._start
+            self._start = Start("waking", None, "Looking for the machine", now)
             try:
                 thread.start()
             except RuntimeError:
-                self._job = known
+                self._start = known
                 self._unlocker.release()
                 text, later = "There is no room for a thread", ("Retry-After", "5")
                 raise Fault(503, text, later) from None
+            self._thread = thread
 
     def cancel(self) -> str:
         """End it and tell how; the passphrase is forgotten. Raises: Fault 409."""
         with self._lock:
-            job = self._job
-            if not job or job.start.ended < math.inf:
+            if not self._start or self._start.ended < math.inf:
                 raise Fault(409, "No start is running")
             self._unlocker.cancel()
-        job.thread.join(CANCEL_SECONDS)
-        if job.thread.is_alive():
+        self._thread.join(CANCEL_SECONDS)
+        if self._thread.is_alive():
             return "Cancelling; the status will tell whether the passphrase was sent"
-        return job.start.message
+        return self._start.message
 
     def stop(self) -> None:
-        """Cancel a start, if there is one, and let no other begin."""
-        for step in (self.cancel, self._unlocker.claim):
-            with contextlib.suppress(Fault):
-                step()
+        """Cancel a start, if there is one; an unlock that has sent may finish."""
+        with contextlib.suppress(Fault):
+            self.cancel()
+        with contextlib.suppress(RuntimeError):  # there was no start
+            self._thread.join()
 
     def members(self, now: float) -> dict[str, object] | None:
-        """Tell it as the status has it; None where there was no start of late."""
+        """Tell it as the status has it; None if there was no start of late."""
         with self._lock:
-            return self._job.start.members(now) if self._job else None
+            start = self._start
+        if not start or start.ended + KEPT_SECONDS < now:
+            return None
+        seconds = max(int(min(now, start.ended) - start.began), 0)
+        about = {"phase": start.phase, "outcome": start.outcome}
+        return {**about, "message": start.message, "seconds": seconds}
 
 
 # ---- Handlers ------------------------------------------------------------------------
@@ -1829,15 +1782,15 @@ def post_unlock(app: App, request: Request) -> Response:
     passphrase = take_passphrase(request)
     app.unlocker.claim()
     try:
-        outcome = app.unlocker.run(passphrase)
+        result = app.unlocker.run(passphrase)
     finally:
         app.unlocker.release()
-    if outcome.outcome == "wrong":
-        raise Fault(400, outcome.message)
-    if outcome.outcome != "unlocked":
-        raise Fault(500, f"Failed to unlock: {outcome.message}")
-    LOG.info("ip=%s %s", request.client, outcome.message)
-    return reply({"success": True, "message": outcome.message})
+    if result.outcome == "wrong_passphrase":
+        raise Fault(400, result.message)
+    if result.outcome not in ("unlocked", "already_open", "up"):
+        raise Fault(500, f"Failed to unlock: {result.message}")
+    LOG.info("ip=%s %s", request.client, result.message)
+    return reply({"success": True, "message": result.message})
 
 
 def post_start(app: App, request: Request) -> Response:
@@ -2407,18 +2360,6 @@ def check_ports(machine: Machine) -> Iterator[Finding]:
         yield Finding(thing, text, verdict)
 
 
-def check_key(machine: Machine) -> Finding:
-    """See whether paramiko takes our private key."""
-    fault = file_fault(machine.key, private=True)
-    if fault:
-        return Finding("SSH key", f"{fault}; to wake alone takes no key", WRONG)
-    try:
-        key = load_key(machine.key)
-    except NotUnlocked as why:
-        return Finding("SSH key", str(why), WRONG)
-    return Finding("SSH key", f"{key.get_name()} {fingerprint(key.asbytes())}")
-
-
 def check_login(machine: Machine) -> Iterator[Finding]:
     """See which host key the initrd shows, and whether it lets us in."""
     thing = "host key"
@@ -2442,8 +2383,17 @@ def check_login(machine: Machine) -> Iterator[Finding]:
             yield Finding(thing, seen, UNSEEN)
         finally:
             hang_up(transport)
-    except NotUnlocked as why:
+    except NotSent as why:
         yield Finding(thing, str(why), WRONG)
+
+
+MEANINGS: Final = (
+    ("off", "off, or a firewall is between; wake it, and check again"),
+    ("booting", "it answers, but not with SSH; check again while its initrd waits"),
+    ("locked", "the initrd's port is open"),
+    ("up", "the system is up; to see the initrd, restart it and check again"),
+    ("unknown", "waker could not see whether it answers"),
+)
 
 
 def check(config: Config) -> Iterator[Finding]:
@@ -2460,32 +2410,31 @@ def check(config: Config) -> Iterator[Finding]:
         wrong_port |= finding.verdict == WRONG
         yield finding
     state = look(machine).state()
-    meanings = {
-        "off": "off, or a firewall is between; wake it, and check again",
-        "booting": "it answers, but not with SSH; check again while its initrd waits",
-        "locked": "the initrd's port is open",
-        "up": "the system is up; to see the initrd, restart it and check again",
-        "unknown": "waker could not see whether it answers",
-    }
-    yield Finding("machine", meanings[state], "ok" if state == "locked" else UNSEEN)
-    fault = paramiko_fault()
-    if fault:
-        yield Finding("paramiko", fault, WRONG)
-        return
-    import paramiko
+    yield Finding(
+        "machine", dict(MEANINGS)[state], "ok" if state == "locked" else UNSEEN
+    )
+    try:
+        import paramiko
 
-    yield Finding("paramiko", paramiko.__version__)
-    yield check_key(machine)
-    if state == "locked" and not wrong_port:
-        yield from check_login(machine)
+        yield Finding("paramiko", paramiko.__version__)
+    except (ImportError, AttributeError) as error:
+        yield Finding("paramiko", f"{NO_PARAMIKO} ({error})", WRONG)
         return
+    try:
+        key = load_key(machine.key)
+        yield Finding("SSH key", f"{key.get_name()} {fingerprint(key.asbytes())}")
+    except NotSent as why:
+        yield Finding("SSH key", f"{why}; to wake alone takes no key", WRONG)
     seen = "not seen, as the initrd's SSH is not there"
     if not machine.host_keys:
         seen = (
             "none is pinned, so waker refuses to unlock; check again while the initrd"
         )
         seen += " waits, or take it from the machine itself"
-    yield Finding("host key", seen, UNSEEN)
+    if state == "locked" and not wrong_port:
+        yield from check_login(machine)
+    else:
+        yield Finding("host key", seen, UNSEEN)
 
 
 # ---- Commands ------------------------------------------------------------------------
@@ -2557,7 +2506,7 @@ def serve(app: App, tls: "ssl.SSLContext | None" = None) -> int:
     if not app.config.machine.host_keys:
         LOG.warning("WAKER_SSH_HOST_KEY is not set: waker will refuse to unlock")
     if not importlib.util.find_spec("paramiko"):  # to import it would cost 20 MB
-        LOG.warning("paramiko is missing: waker cannot unlock; %s", PARAMIKO_REMEDY)
+        LOG.warning("waker cannot unlock: %s", NO_PARAMIKO)
     signal.sigwait(signals)
     LOG.info("stopping")
     for number in signals:  # a second one ends it at once
@@ -2589,18 +2538,18 @@ def print_json(members: Mapping[str, object]) -> None:
     os.write(1, json.dumps(members).encode() + b"\n")
 
 
-def unlock_once(machine: Machine, seconds: int) -> Outcome:
-    """Do one unlock; print a line of JSON per step."""
+def unlock_once(machine: Machine, seconds: int) -> Result:
+    """Do one unlock; print a line of JSON when the passphrase is sent."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd tells the whole group
     try:
         passphrase = read_passphrase()
     except (ValueError, OSError):
         reason = "a passphrase has 1 to 512 bytes of UTF-8 and no control character"
-        return Outcome.failed(reason, sent=False)
-    progress = Progress(lambda step: print_json({"step": step}))
+        return Result.of(Outcome.ERROR, reason, sent=False)
+    tell_sent = functools.partial(print_json, {"sent": True})
     signal.alarm(seconds)  # ends us even where something hangs
     deadline = time.monotonic() + seconds - MARGIN_SECONDS
-    return unlock(machine, passphrase, progress, deadline)
+    return unlock(machine, passphrase, tell_sent, deadline)
 
 
 def print_table(findings: Iterable[Finding]) -> int:
@@ -2671,7 +2620,8 @@ def forbid_core_dumps() -> None:
 def tell_faults(faults: Sequence[str], command: str) -> None:
     """Tell what is wrong with the configuration in the way of that command."""
     if command == "unlock":
-        print_json(Outcome.failed("; ".join(faults), sent=False)._asdict())
+        told = Result.of(Outcome.ERROR, "; ".join(faults), sent=False)
+        print_json(told._asdict())
     elif command == "check":
         print_table([Finding("configuration", fault, WRONG) for fault in faults])
     else:
@@ -2698,9 +2648,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         values = (read_env_file(file) if file else {}) | ours
         if arguments.command == "unlock":
-            outcome = unlock_once(read_machine(values, folder), arguments.seconds)
-            print_json(outcome._asdict())
-            os._exit(outcome.outcome != "unlocked")  # paramiko's timers would take 15 s
+            result = unlock_once(read_machine(values, folder), arguments.seconds)
+            print_json(result._asdict())
+            os._exit(result.outcome != "unlocked")  # paramiko's timers would take 15 s
         if arguments.command == "state":
             print_json(look(read_machine(values, folder)).members())
             return 0

@@ -396,8 +396,7 @@ def test_a_paramiko_that_is_missing_is_wrong(lab: Homelab, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        ("__version__ = '2.11.0'", "paramiko 2.11.0 is too old"),
-        ("import no_such_six", "incomplete (No module named 'no_such_six')"),
+        ("import no_such_six", "(No module named 'no_such_six')"),
         ("import os; os.TripleDES", "has no attribute 'TripleDES'"),
     ],
 )

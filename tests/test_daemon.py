@@ -231,7 +231,8 @@ def test_a_child_that_dies_is_not_believed(
             wait_for(initrd.received)
             os.kill(child, signal.SIGKILL)
             thread.join()
-    text = "the unlocking process ended with status -9. The passphrase was sent."
+    text = "not confirmed: the unlocking process ended with status -9. The passphrase"
+    text += " was sent."
     assert answers == [(500, {"error": f"Failed to unlock: {text}"})]
 
 
@@ -257,15 +258,16 @@ def test_a_machine_without_paramiko_still_wakes_and_watches(
         client = started.client.log_in()
         assert client.call("GET", "/api/status").json["state"] == "off"
         assert client.call("POST", "/api/wol").status == 200
+        answer = client.call("POST", "/api/start", {"passphrase": PASSPHRASE})
+        assert answer.status == 500
+        assert answer.error == f"Failed to start: {waker.NO_PARAMIKO}"
         answer = client.call("POST", "/api/unlock", {"passphrase": PASSPHRASE})
         assert started.stop() == 0
     assert answer.status == 500
     assert answer.error == (
-        "Failed to unlock: paramiko is missing or incomplete (No module named"
-        f" 'paramiko'); {waker.PARAMIKO_REMEDY}. The passphrase was not sent."
+        f"Failed to unlock: {waker.NO_PARAMIKO}. The passphrase was not sent."
     )
-    told = f"paramiko is missing: waker cannot unlock; {waker.PARAMIKO_REMEDY}"
-    assert started.log[1] == told
+    assert started.log[1] == f"waker cannot unlock: {waker.NO_PARAMIKO}"
 
 
 def test_the_daemon_never_imports_paramiko(tmp_path: Path) -> None:
@@ -336,13 +338,13 @@ def test_unlock_by_hand_refuses_an_impossible_passphrase(
         ended = run_waker("unlock", settings=initrd.machine().settings(), given=given)
         assert initrd.received() == []
     assert ended.returncode == 1
-    outcome = waker.Outcome(**json.loads(ended.stdout))
+    outcome = waker.Result(**json.loads(ended.stdout))
     assert outcome.message.startswith("a passphrase has 1 to 512 bytes of UTF-8")
 
 
 def test_unlock_by_hand_tells_its_configuration_faults() -> None:
     ended = run_waker("unlock", settings={"WAKER_INITRD_SSH_PORT": "x"}, given="p")
-    outcome = waker.Outcome(**json.loads(ended.stdout))
+    outcome = waker.Result(**json.loads(ended.stdout))
     assert outcome.message.startswith("WAKER_HOMELAB_HOST is not set; it must be")
     assert "; WAKER_INITRD_SSH_PORT must be" in outcome.message
     assert ended.returncode == 78

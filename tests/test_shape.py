@@ -163,7 +163,8 @@ def test_only_these_touch_the_network() -> None:
 
 def test_only_what_waits_reads_the_clock() -> None:
     assert users(r"\btime\.(?!sleep|strftime|gmtime)\w+\(") == {
-        *("knock", "Run", "confirm", "converse", "Starter"),
+        *("knock", "Command", "confirm", "end_of", "converse", "unlock", "Unlocker"),
+        "Starter",
         *("Incoming", "read_request", "Handler", "unlock_once"),
     }
 

@@ -104,7 +104,7 @@ def test_a_machine_that_is_off_is_woken_and_unlocked_and_seen_up(
     status = owner.call("GET", "/api/status").json
     assert status["state"] == "up"
     assert status["start"]["message"] == "Unlocked: cryptroot. The system is up."
-    assert status["start"].keys() == {"phase", "message", "seconds"}
+    assert status["start"].keys() == {*("phase", "outcome", "message", "seconds")}
     assert Disks.load(lab.state).received == [PASSPHRASE.encode().hex()]
 
 
@@ -194,7 +194,7 @@ def test_an_initrd_that_never_gets_that_far_is_told(initrd: Any) -> None:
 def test_a_disk_that_was_unlocked_by_another_is_watched(initrd: Any) -> None:
     client, _ = initrd(Disks({}), start_seconds=2)
     start(client)
-    told = "nothing asks for a passphrase: every disk is unlocked already"
+    told = "nothing asks for a passphrase: every disk is open already"
     assert wait_until(client, "booting") == f"{told}. {NOT_SENT}"
     message = wait_until(client, "failed")
     assert message == f"{told}. {NOT_SENT} The system was not seen up since."
@@ -205,7 +205,8 @@ def test_an_unlock_without_a_verdict_is_watched(initrd: Any) -> None:
     start(client)
     wait_for(server.received)
     os.kill(wait_for_child(os.getpid()), signal.SIGKILL)
-    told = "the unlocking process ended with status -9. The passphrase was sent."
+    told = "not confirmed: the unlocking process ended with status -9. The passphrase"
+    told += " was sent."
     assert wait_until(client, "booting") == told
     assert cancel(client) == "Cancelled. The passphrase was sent."
 
@@ -268,6 +269,17 @@ def test_a_system_that_is_not_seen_up_is_told(initrd: Any) -> None:
     start(client)
     message = "Unlocked: d. The system was not seen up since."
     assert wait_until(client, "failed") == message
+
+
+def test_what_could_only_fail_is_refused_before_the_machine_is_woken(
+    config: waker.Config, lab: Homelab
+) -> None:
+    machine = config.machine._replace(host_keys=())
+    with running(config._replace(machine=machine)) as client:
+        answer = client.log_in().call("POST", "/api/start", BODY)
+        assert (answer.status, told(client)) == (500, None)
+    assert answer.error == f"Failed to start: {waker.NO_PIN}"
+    assert lab.packets == []
 
 
 def test_one_runs_at_a_time(owner: Client, lab: Homelab) -> None:
@@ -360,20 +372,26 @@ def test_what_is_cancelled_before_its_process_begins_sends_nothing(
     assert server.received() == []
 
 
-def test_a_start_that_is_cancelled_after_sending_says_so(initrd: Any) -> None:
-    client, server = initrd(Disks({"d": PASSPHRASE}, slow=9))
+def test_a_start_that_is_cancelled_after_sending_keeps_what_it_is_told(
+    initrd: Any,
+) -> None:
+    client, server = initrd(Disks({"d": PASSPHRASE}, slow=4))
     start(client)
     wait_for(server.received)
-    child = wait_for_child(os.getpid())
-    assert cancel(client) == "Cancelled. The passphrase was sent."
-    assert not Path(f"/proc/{child}").exists()
+    answer = client.call("DELETE", "/api/start")
+    text = "Cancelling; the status will tell whether the passphrase was sent"
+    assert (answer.status, answer.json["message"]) == (200, text)
+    assert told(client)["phase"] == "unlocking"
+    assert wait_until(client, "cancelled") == "Cancelled. The passphrase was sent."
+    assert told(client)["outcome"] == "unlocked"
+    assert passphrases() == []
 
 
 def test_a_start_that_is_cancelled_while_the_system_boots_says_so(initrd: Any) -> None:
     client, _ = initrd(Disks({"d": PASSPHRASE}))
     start(client)
     starter = client.app.starter
-    wait_for(lambda: starter._job.start.phase == "booting")
+    wait_for(lambda: starter._start.phase == "booting")
     assert passphrases() == []  # no later request has taken its place in a worker
     assert cancel(client) == "Cancelled. The passphrase was sent."
 
@@ -387,12 +405,12 @@ def test_the_passphrase_of_a_start_that_fails_is_forgotten(initrd: Any) -> None:
 
 def test_a_bug_ends_a_start_and_the_next_one_can_begin(owner: Client) -> None:
     assert owner.app
-    mended, owner.app.starter._config = owner.app.starter._config, None  # type: ignore[assignment]
+    mended, owner.app.starter._watcher = owner.app.starter._watcher, None  # type: ignore[assignment]
     start(owner)
     answer = wait_until(owner, "failed")
     assert answer.startswith("bug: AttributeError in line ")
     assert " of waker.py. The passphrase may have been sent." in answer
-    owner.app.starter._config = mended
+    owner.app.starter._watcher = mended
     start(owner)
     wait_until(owner, "done")
 
@@ -404,8 +422,8 @@ def test_the_seconds_stand_still_at_the_end_and_are_told_for_an_hour(
     wait_until(owner, "done")
     assert owner.app
     starter = owner.app.starter
-    assert starter._job
-    began, ended = starter._job.start[2:]
+    assert starter._start
+    began, ended = starter._start[3:]
     for later in (0.0, 100.0, waker.KEPT_SECONDS - 0.1):
         now = starter.members(ended + later)
         assert now

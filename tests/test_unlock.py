@@ -41,7 +41,6 @@ import waker
 
 Start = Callable[..., Initrd]
 ODD = "-n '$(id)` a\\tb\\0 " + "é" * 244 + "xy \u00a0 "  # 512 bytes
-STEPS = ["connected", "verified", "asked", "sent"]
 
 
 @pytest.fixture(params=SERVERS)
@@ -62,8 +61,8 @@ def unlock(
     passphrase: str = PASSPHRASE,
     seconds: int = 20,
     command: Sequence[str] = (),
-) -> tuple[waker.Outcome, list[str]]:
-    """Run `waker.py unlock` as the daemon does; returns the outcome and the steps."""
+) -> waker.Result:
+    """Run `waker.py unlock` as the daemon does; returns what is told."""
     began = time.monotonic()
     child = subprocess.run(
         [*command, *MODULE, "unlock", "--seconds", str(seconds)],
@@ -76,48 +75,46 @@ def unlock(
     )
     assert child.stderr == b""
     assert time.monotonic() - began < seconds
-    *steps, last = map(json.loads, child.stdout.splitlines())
-    outcome = waker.Outcome(**last)
+    *sent, last = map(json.loads, child.stdout.splitlines())
+    outcome = waker.Result(**last)
     assert child.returncode == (outcome.outcome != "unlocked")
-    assert outcome.sent == ({"step": "sent"} in steps)
-    if outcome.outcome not in ("unlocked", "wrong"):
+    assert outcome.sent == bool(sent)
+    assert all(line == {"sent": True} for line in sent)
+    if outcome.outcome not in ("unlocked", "wrong_passphrase"):
         told = "was sent" if outcome.sent else "was not sent"
         assert outcome.message.endswith(f"The passphrase {told}.")
-    return outcome, [step["step"] for step in steps]
+    return outcome
 
 
 def test_the_right_passphrase_arrives_exactly_and_unlocks(initrd: Start) -> None:
     machine = initrd()
-    outcome, steps = unlock(machine.machine())
-    assert outcome == waker.Outcome("unlocked", True, "Unlocked: cryptroot.")
+    outcome = unlock(machine.machine())
+    assert outcome == waker.Result("unlocked", True, "Unlocked: cryptroot.")
     assert machine.received() == [PASSPHRASE.encode()]
-    assert steps == STEPS
 
 
 @pytest.mark.parametrize("passphrase", [" ", ODD])
 def test_odd_passphrases_arrive_exactly(tmp_path: Path, passphrase: str) -> None:
     with paramiko_server(tmp_path, Disks({"cryptroot": passphrase})) as machine:
-        outcome, _ = unlock(machine.machine(), passphrase)
+        outcome = unlock(machine.machine(), passphrase)
         assert machine.received() == [passphrase.encode()]
     assert outcome.outcome == "unlocked"
 
 
 def test_a_wrong_passphrase_is_told_as_wrong(initrd: Start) -> None:
     machine = initrd()
-    outcome, steps = unlock(machine.machine(), "wrong")
-    assert outcome == waker.Outcome(
-        "wrong", True, "Wrong passphrase for disk cryptroot."
+    outcome = unlock(machine.machine(), "wrong")
+    assert outcome == waker.Result(
+        "wrong_passphrase", True, "Wrong passphrase for disk cryptroot."
     )
     assert machine.received() == [b"wrong"]
-    assert steps == STEPS
 
 
 def test_two_disks_with_one_passphrase_are_both_unlocked(initrd: Start) -> None:
     machine = initrd(Disks({"root": PASSPHRASE, "home": PASSPHRASE}))
-    outcome, steps = unlock(machine.machine())
-    assert outcome == waker.Outcome("unlocked", True, "Unlocked: root, home.")
+    outcome = unlock(machine.machine())
+    assert outcome == waker.Result("unlocked", True, "Unlocked: root, home.")
     assert machine.received() == [PASSPHRASE.encode()] * 2
-    assert steps == [*STEPS, "asked", "sent"]
 
 
 def test_the_second_disk_is_asked_for_when_the_first_command_has_ended(
@@ -125,15 +122,15 @@ def test_the_second_disk_is_asked_for_when_the_first_command_has_ended(
 ) -> None:
     disks = Disks({"root": PASSPHRASE, "home": PASSPHRASE}, lingers=True)
     with paramiko_server(tmp_path, disks) as machine:
-        outcome, _ = unlock(machine.machine())
+        outcome = unlock(machine.machine())
     assert outcome.message == "Unlocked: root, home."
 
 
 def test_a_second_disk_with_another_passphrase_is_named(initrd: Start) -> None:
     machine = initrd(Disks({"root": PASSPHRASE, "home": "another"}))
-    outcome, _ = unlock(machine.machine())
+    outcome = unlock(machine.machine())
     message = "Wrong passphrase for disk home; it did unlock root."
-    assert outcome == waker.Outcome("wrong", True, message)
+    assert outcome == waker.Result("wrong_passphrase", True, message)
 
 
 def test_a_slow_key_derivation_is_not_confirmed_while_the_initrd_waits(
@@ -141,24 +138,22 @@ def test_a_slow_key_derivation_is_not_confirmed_while_the_initrd_waits(
 ) -> None:
     machine = initrd(Disks({"cryptroot": PASSPHRASE}, gives_up=True))
     there = machine.machine()._replace(system_port=free_port())
-    outcome, steps = unlock(there, "wrong", seconds=9)
-    assert outcome == waker.Outcome(
-        "unconfirmed",
+    outcome = unlock(there, "wrong", seconds=9)
+    assert outcome == waker.Result(
+        "not_confirmed",
         True,
-        "not confirmed: the initrd gave no verdict after the passphrase was sent. The"
-        " initrd still waits, so the passphrase was probably wrong. The passphrase was"
-        " sent.",
+        "not confirmed: there was no verdict after the passphrase was sent; the initrd"
+        " still waits: probably it was a wrong one. The passphrase was sent.",
     )
     assert machine.received() == [b"wrong"]
-    assert steps == STEPS
 
 
 @pytest.mark.parametrize(
     ("disks", "told"),
     [
-        (Disks({"d": "p"}, idle=True), "early: nothing asks for a passphrase"),
-        (Disks({"d": "p"}, early=True), "early: the initrd is not that far yet"),
-        (Disks({}), "open: nothing asks for a passphrase: every disk is unlocked"),
+        (Disks({"d": "p"}, idle=True), "not_asked: nothing asks for a passphrase"),
+        (Disks({"d": "p"}, early=True), "not_asked: the initrd is not that far yet"),
+        (Disks({}), "already_open: nothing asks for a passphrase: every disk is open"),
     ],
     ids=["nothing asks", "too early", "all unlocked"],
 )
@@ -166,27 +161,24 @@ def test_nothing_is_sent_when_nothing_asks(
     initrd: Start, disks: Disks, told: str
 ) -> None:
     machine = initrd(disks)
-    outcome, steps = unlock(machine.machine())
+    outcome = unlock(machine.machine())
     assert f"{outcome.outcome}: {outcome.message}".startswith(told)
     assert machine.received() == []
-    assert steps == ["connected", "verified"]
 
 
 def test_a_command_that_never_asks_gets_nothing_within_the_deadline(
     initrd: Start,
 ) -> None:
     machine = initrd(Disks({"d": "p"}, mute=True))
-    outcome, steps = unlock(machine.machine(), seconds=8)
+    outcome = unlock(machine.machine(), seconds=8)
     assert "no disk asked" in outcome.message
     assert machine.received() == []
-    assert steps == ["connected", "verified"]
 
 
 def test_a_missing_unlock_command_is_told(initrd: Start) -> None:
     machine = initrd(command=False)
-    outcome, steps = unlock(machine.machine())
+    outcome = unlock(machine.machine())
     assert "there is no command to unlock with" in outcome.message
-    assert steps == ["connected", "verified"]
 
 
 def test_a_refused_key_is_told_with_its_fingerprint(
@@ -195,39 +187,36 @@ def test_a_refused_key_is_told_with_its_fingerprint(
     other = new_key()
     other.write_private_key_file(str(tmp_path / "other"))
     machine = initrd().machine()._replace(key=tmp_path / "other")
-    outcome, steps = unlock(machine)
+    outcome = unlock(machine)
     assert "refused our key" in outcome.message
     assert waker.fingerprint(other.asbytes()) in outcome.message
-    assert steps == ["connected", "verified"]
 
 
 def test_another_host_key_is_told_with_both_fingerprints(initrd: Start) -> None:
     start = initrd()
     pinned = waker.HostKey.parse(public_line(new_key()))
-    outcome, steps = unlock(start.machine()._replace(host_keys=(pinned,)))
+    outcome = unlock(start.machine()._replace(host_keys=(pinned,)))
     (shown,) = waker.HostKey.parse_all(start.host_key)
     assert f"pinned {waker.fingerprint(pinned.blob)}" in outcome.message
     assert f"seen {waker.fingerprint(shown.blob)}" in outcome.message
     assert start.received() == []
-    assert steps == ["connected"]
 
 
 def test_a_server_without_a_key_of_the_pinned_type_gets_nothing(initrd: Start) -> None:
     pinned = waker.HostKey.parse(public_line(paramiko.RSAKey.generate(2048)))
     start = initrd()
-    outcome, steps = unlock(start.machine()._replace(host_keys=(pinned,)))
+    outcome = unlock(start.machine()._replace(host_keys=(pinned,)))
     # Dropbear offers RSA even if it has no such key, and dies when that is chosen.
     told = "no host key of the pinned type ssh-rsa", "the host key differs"
     assert any(text in outcome.message for text in told)
     assert start.received() == []
-    assert steps == ["connected"]
 
 
 def test_one_of_several_pins_is_enough(initrd: Start) -> None:
     start = initrd()
     (right,) = waker.HostKey.parse_all(start.host_key)
     first, last = (waker.HostKey.parse(public_line(new_key())) for _ in range(2))
-    outcome, _ = unlock(start.machine()._replace(host_keys=(first, right, last)))
+    outcome = unlock(start.machine()._replace(host_keys=(first, right, last)))
     assert outcome.outcome == "unlocked"
 
 
@@ -269,27 +258,24 @@ def test_an_impostor_gets_nothing_at_all(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=accept)
     thread.start()
-    outcome, steps = unlock(machine)
+    outcome = unlock(machine)
     thread.join()
     listener.close()
     assert "the host key differs" in outcome.message
-    assert steps == ["connected"]
     assert ears.heard == []
 
 
 def test_without_a_pin_nothing_is_even_connected(tmp_path: Path) -> None:
     with paramiko_server(tmp_path, Disks({"cryptroot": PASSPHRASE})) as start:
-        outcome, steps = unlock(start.machine()._replace(host_keys=()))
+        outcome = unlock(start.machine()._replace(host_keys=()))
     assert "no host key is pinned" in outcome.message
     assert "`waker check` prints the line for WAKER_SSH_HOST_KEY" in outcome.message
-    assert steps == []
 
 
 def test_tinyssh_is_told_as_what_it_is(tmp_path: Path) -> None:
     with tinysshd(tmp_path, Disks({"cryptroot": PASSPHRASE})) as start:
-        outcome, steps = unlock(start.machine())
+        outcome = unlock(start.machine())
     assert "no algorithm in common" in outcome.message
-    assert steps == ["connected"]
 
 
 @contextlib.contextmanager
@@ -357,10 +343,10 @@ def test_a_peer_that_is_no_ssh_server_gets_nothing(
     with paramiko_server(tmp_path, Disks({})) as start:
         machine = start.machine()
     with peer(speak) as port:
-        outcome, steps = unlock(machine._replace(initrd_port=port))
+        outcome = unlock(machine._replace(initrd_port=port))
     assert outcome.outcome != "unlocked"
     assert told in outcome.message
-    assert "verified" not in steps
+    assert not outcome.sent
 
 
 def test_a_port_that_refuses_and_one_that_swallows_are_told_apart(
@@ -368,30 +354,27 @@ def test_a_port_that_refuses_and_one_that_swallows_are_told_apart(
 ) -> None:
     with paramiko_server(tmp_path, Disks({})) as start:
         machine = start.machine()
-    outcome, _ = unlock(machine)
+    outcome = unlock(machine)
     assert "refuses connections" in outcome.message
-    outcome, _ = unlock(machine._replace(initrd_port=lab.initrd_port))
+    outcome = unlock(machine._replace(initrd_port=lab.initrd_port))
     assert "did not answer within 5 s" in outcome.message
 
 
 def test_power_lost_before_it_asks_means_nothing_was_sent(initrd: Start) -> None:
     machine = initrd(Disks({"cryptroot": PASSPHRASE}, dies="before"))
-    outcome, steps = unlock(machine.machine())
+    outcome = unlock(machine.machine())
     assert "the connection was lost before a disk asked" in outcome.message
     assert machine.received() == []
-    assert steps == ["connected", "verified"]
 
 
 def test_power_lost_after_sending_is_not_called_unlocked(initrd: Start) -> None:
     machine = initrd(Disks({"cryptroot": PASSPHRASE}, dies="after"))
-    outcome, steps = unlock(machine.machine(), seconds=9)
+    outcome = unlock(machine.machine(), seconds=9)
     assert outcome.message == (
-        "not confirmed: the connection was lost after the passphrase was sent. The"
-        " system was not seen up since; it may be booting, or have lost its power. The"
-        " passphrase was sent."
+        "not confirmed: the connection was lost after the passphrase was sent; the"
+        " machine may be booting, or have lost its power. The passphrase was sent."
     )
     assert outcome.sent
-    assert steps == STEPS
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -413,13 +396,13 @@ def test_a_system_that_comes_up_after_the_connection_was_lost_proves_it(
 
     thread = threading.Thread(target=boot)
     thread.start()
-    outcome, _ = unlock(machine)
+    outcome = unlock(machine)
     thread.join()
     systems[0].close()
-    assert outcome == waker.Outcome(
+    assert outcome == waker.Result(
         "unlocked",
         True,
-        "The connection was lost after the passphrase was sent; then the system's SSH"
+        "the connection was lost after the passphrase was sent; then the system's SSH"
         " answered.",
     )
 
@@ -446,7 +429,7 @@ def test_a_port_of_the_system_that_was_not_seen_closed_before_proves_nothing(
         thread = threading.Thread(target=open_later)
         thread.start()
         machine = start.machine()._replace(system_port=port)
-        outcome, _ = unlock(machine, "wrong", seconds=9)
+        outcome = unlock(machine, "wrong", seconds=9)
         thread.join()
         assert waker.look(machine).system is waker.Port.OPEN
     listeners[0].close()
@@ -513,8 +496,8 @@ def test_who_falls_silent_is_given_up(tmp_path: Path) -> None:
 
     def give_up(speak: Callable[[socket.socket], None]) -> None:
         with peer(speak) as port:
-            outcome, steps = unlock(machine._replace(initrd_port=port))
-        told.append((outcome.message, steps))
+            outcome = unlock(machine._replace(initrd_port=port))
+        told.append(outcome.message)
 
     login = moody("frozen in the login", host_key)
     threads = [
@@ -527,9 +510,9 @@ def test_who_falls_silent_is_given_up(tmp_path: Path) -> None:
         thread.join()
     silent, unsent = "the SSH server fell silent in the", "The passphrase was not sent."
     assert sorted(told) == [
-        (f"{silent} key exchange. {unsent}", ["connected"]),
-        (f"{silent} key exchange. {unsent}", ["connected"]),
-        (f"{silent} login. {unsent}", ["connected", "verified"]),
+        f"{silent} key exchange. {unsent}",
+        f"{silent} key exchange. {unsent}",
+        f"{silent} login. {unsent}",
     ]
 
 
@@ -550,10 +533,9 @@ def test_a_server_that_goes_wrong_is_told_in_time(
     pin = waker.HostKey.parse(public_line(host_key))
     with peer(moody(mood, host_key)) as port:
         there = machine._replace(initrd_port=port, host_keys=(pin,))
-        outcome, steps = unlock(there, seconds=8)
+        outcome = unlock(there, seconds=8)
     assert told in outcome.message
     assert not outcome.sent
-    assert "asked" not in steps
 
 
 def test_nothing_weak_is_offered_and_the_pinned_type_comes_first(
@@ -590,8 +572,8 @@ def test_a_command_that_does_not_end_after_its_verdict_is_not_waited_for(
     pin = waker.HostKey.parse(public_line(host_key))
     with peer(moody("chatty", host_key)) as port:
         there = machine._replace(initrd_port=port, host_keys=(pin,))
-        outcome, _ = unlock(there, seconds=15)
-    assert outcome == waker.Outcome("unlocked", True, "Unlocked: d.")
+        outcome = unlock(there, seconds=15)
+    assert outcome == waker.Result("unlocked", True, "Unlocked: d.")
 
 
 def test_a_server_with_several_host_keys_shows_the_pinned_one(tmp_path: Path) -> None:
@@ -601,8 +583,7 @@ def test_a_server_with_several_host_keys_shows_the_pinned_one(tmp_path: Path) ->
     with peer(moody("refusing", new_key(), pinned)) as port:
         pin = waker.HostKey.parse(public_line(pinned))
         both = machine._replace(initrd_port=port, host_keys=(pin,))
-        _, steps = unlock(both)
-    assert steps == ["connected", "verified"]
+        assert "refuses to run the unlock command" in unlock(both).message
 
 
 def disconnect(text: bytes) -> bytes:
@@ -621,7 +602,7 @@ def test_nonsense_from_a_peer_is_its_fault_and_not_the_passphrases(
         machine = start.machine()
     nonsense = b"SSH-2.0-x\r\n" + disconnect(b"\xff\xfe")
     with peer(lambda connection: connection.sendall(nonsense)) as port:
-        outcome, _ = unlock(machine._replace(initrd_port=port))
+        outcome = unlock(machine._replace(initrd_port=port))
     assert "the connection broke off in the key exchange" in outcome.message
 
 
@@ -631,7 +612,7 @@ def test_a_damaged_key_of_ours_is_told(tmp_path: Path) -> None:
     whole = path.read_text().splitlines()
     for damaged in (whole[:-1], whole[:2], ["nonsense"], [*whole[:1], whole[-1]]):
         path.write_text("\n".join(damaged) + "\n")
-        with pytest.raises(waker.NotUnlocked) as told:
+        with pytest.raises(waker.NotSent) as told:
             waker.load_key(path)
         assert "must be an Ed25519, ECDSA or RSA private key" in str(told.value)
 
@@ -639,6 +620,5 @@ def test_a_damaged_key_of_ours_is_told(tmp_path: Path) -> None:
 def test_an_encrypted_key_of_ours_is_told(tmp_path: Path) -> None:
     with paramiko_server(tmp_path, Disks({"d": "p"})) as start:
         new_key().write_private_key_file(str(start.ssh_key), password="secret")
-        outcome, steps = unlock(start.machine())
+        outcome = unlock(start.machine())
     assert "must not be encrypted" in outcome.message
-    assert steps == ["connected", "verified"]
