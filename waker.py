@@ -643,8 +643,8 @@ def read_config(values: Mapping[str, str], folder: Path) -> Config:
 
 
 # ---- Answers -------------------------------------------------------------------------
-# A handler takes a Request and returns a Response or raises a Fault. `refusal` makes
-# the Response of a Fault; nothing else in this file makes an error.
+# A handler takes a Request and returns a Response or raises a Fault. `refuse` makes the
+# Response of a Fault; nothing else in this file makes an error.
 
 BODY: Final = 16384  # bytes: a PIN or a passphrase, with much room
 BRACKETS: Final = 600  # in a body: a passphrase may have 512; 16,000 nested ones would
@@ -692,29 +692,11 @@ def reply(members: Mapping[str, object]) -> Response:
     return Response(HTTPStatus.OK, json.dumps(members).encode())
 
 
-def refusal(fault: Fault) -> Response:
-    """Answer with the error."""
-    body = json.dumps({"error": str(fault)}).encode()
-    return Response(fault.status, body, headers=fault.headers)
-
-
-def parse_members(members: list[tuple[str, object]]) -> dict[str, object]:
-    """Make a JSON object of its members; none may be there twice."""
-    if len(dict(members)) < len(members):
-        raise ValueError
-    return dict(members)
-
-
-def parse_constant(_: str) -> object:
-    """Refuse NaN and the infinities: they are not JSON."""
-    raise ValueError
-
-
 def text_member(request: Request, name: str) -> str:
-    """Take one text out of a JSON body.
+    """Take the one text out of a JSON body.
 
     Raises: Fault 415 for another content type; 413 for a body that is too long; 400 for
-    anything but an object with that member, a string that is not empty.
+    anything but an object with this member alone, a string that is not empty.
     """
     kind = request.content_type.partition(";")[0].strip(" \t").lower()
     if kind != "application/json":
@@ -724,16 +706,15 @@ def text_member(request: Request, name: str) -> str:
     try:
         if request.body.count(b"[") + request.body.count(b"{") > BRACKETS:
             raise ValueError
-        body = json.loads(
-            request.body.decode(),
-            object_pairs_hook=parse_members,
-            parse_constant=parse_constant,
-        )
-        text = body.get(name) if isinstance(body, dict) else None
-        if not isinstance(text, str) or not text.encode():
+        # As a tuple of pairs, an object shows a name that it has twice.
+        body = json.loads(request.body.decode(), object_pairs_hook=tuple)
+        if not isinstance(body, tuple):
+            raise TypeError
+        ((found, text),) = body
+        if found != name or not isinstance(text, str) or not text.encode():
             raise ValueError
-    except (ValueError, RecursionError):
-        text = f'The body must be a JSON object with "{name}", a text that is not empty'
+    except (ValueError, TypeError, RecursionError):
+        text = f'The body must be {{"{name}": "..."}}, with a text that is not empty'
         raise Fault(400, text) from None
     return text
 
@@ -1414,6 +1395,25 @@ class Unlocker:
             if self._unsent:
                 self._unsent.kill()
 
+    def _hear(self, child: "subprocess.Popen[bytes]", passphrase: Passphrase) -> bytes:
+        """Hand the passphrase over; returns what the process prints until it ends."""
+        told, ends = b"", time.monotonic() + self._seconds
+        stdin = cast("io.BufferedWriter", child.stdin)
+        stdout = cast("io.BufferedReader", child.stdout).fileno()
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            stdin.write(passphrase.data)
+            stdin.close()
+        readable = select.poll()
+        readable.register(stdout, select.POLLIN)
+        while readable.poll(max(ends - time.monotonic(), 0) * 1000):
+            told += (chunk := os.read(stdout, 4096))
+            if not chunk:
+                return told
+            with self._lock:
+                self._unsent = None  # the first thing that is told is that it has sent
+        child.kill()
+        return told
+
     def run(self, passphrase: Passphrase) -> Result:
         """Do one unlock."""
         import subprocess
@@ -1433,30 +1433,15 @@ class Unlocker:
             self._unsent = child
             if self.cancelled.is_set():  # before there was anything to kill
                 child.kill()
-        told, ends = b"", time.monotonic() + self._seconds
         with child:
-            stdin = cast("io.BufferedWriter", child.stdin)
-            stdout = cast("io.BufferedReader", child.stdout).fileno()
-            with contextlib.suppress(BrokenPipeError):  # it has ended already
-                stdin.write(passphrase.data)
-                stdin.close()
-            readable = select.poll()
-            readable.register(stdout, select.POLLIN)
-            while readable.poll(max(ends - time.monotonic(), 0) * 1000):
-                told += (chunk := os.read(stdout, 4096))
-                if not chunk:
-                    break
-                with self._lock:
-                    self._unsent = None
-            child.kill()  # if it is late
+            lines = [
+                json.loads(line) for line in self._hear(child, passphrase).splitlines()
+            ]
         with self._lock:
             self._unsent = None
-        lines = [json.loads(line) for line in told.splitlines()]
         if lines and "outcome" in lines[-1]:
             return Result(**lines[-1])
         reason = f"the unlocking process ended with status {child.returncode}"
-        if time.monotonic() >= ends:
-            reason = f"no end was seen within {self._seconds} s"
         outcome = Outcome.UNTOLD if lines else Outcome.ERROR
         return Result.of(outcome, reason, sent=bool(lines))
 
@@ -1537,7 +1522,7 @@ class Starter:
         self._unlocker = unlocker
         self._lock = threading.Lock()
         self._start: Start | None = None  # the running one, or the last
-        self._thread = threading.current_thread()
+        self._thread: threading.Thread | None = None
 
     def _tell(self, phase: str, outcome: str | None, message: str) -> None:
         """Tell how far it is; the log, only what is new."""
@@ -1642,16 +1627,15 @@ class Starter:
         thread = threading.Thread(target=self._run, args=([passphrase],), daemon=True)
         with self._lock:
             self._unlocker.claim()
-            known = self._start
+            known, self._thread = (self._start, self._thread), thread
             self._start = Start("waking", None, "Looking for the machine", now)
             try:
                 thread.start()
             except RuntimeError:
-                self._start = known
+                self._start, self._thread = known
                 self._unlocker.release()
                 text, later = "There is no room for a thread", ("Retry-After", "5")
                 raise Fault(503, text, later) from None
-            self._thread = thread
 
     def cancel(self) -> str:
         """End it and tell how; the passphrase is forgotten. Raises: Fault 409."""
@@ -1659,8 +1643,9 @@ class Starter:
             if not self._start or self._start.ended < math.inf:
                 raise Fault(409, "No start is running")
             self._unlocker.cancel()
-        self._thread.join(CANCEL_SECONDS)
-        if self._thread.is_alive():
+            thread = cast("threading.Thread", self._thread)
+        thread.join(CANCEL_SECONDS)
+        if thread.is_alive():
             return "Cancelling; the status will tell whether the passphrase was sent"
         return self._start.message
 
@@ -1668,7 +1653,7 @@ class Starter:
         """Cancel a start, if there is one; an unlock that has sent may finish."""
         with contextlib.suppress(Fault):
             self.cancel()
-        with contextlib.suppress(RuntimeError):  # there was no start
+        if self._thread:
             self._thread.join()
 
     def members(self, now: float) -> dict[str, object] | None:
@@ -1698,50 +1683,6 @@ class App(NamedTuple):
     watcher: Watcher
     unlocker: Unlocker
     starter: Starter
-
-
-def make_page(source: bytes) -> Response:
-    """Build the page's response; its policy allows the page's own code only, by hash.
-
-    Raises: ValueError unless there are one <style> and one <script>.
-    """
-
-    def hash_of(tag: bytes) -> str:
-        """Find the one element, and write the hash of its content."""
-        (code,) = re.findall(rb"<%b\b[^>]*>(.*?)</%b>" % (tag, tag), source, re.DOTALL)
-        return f"'sha256-{base64.b64encode(sha256(code)).decode()}'"
-
-    policy = (
-        f"default-src 'none'; script-src {hash_of(b'script')};"
-        f" style-src {hash_of(b'style')}; connect-src 'self'; img-src 'self' data:;"
-        " manifest-src data:; base-uri 'none'; form-action 'none';"
-        " frame-ancestors 'none'; require-trusted-types-for 'script'"
-    )
-    headers = (
-        ("Content-Security-Policy", policy),
-        ("Referrer-Policy", "no-referrer"),
-        ("Cross-Origin-Resource-Policy", "same-origin"),
-    )
-    return Response(HTTPStatus.OK, source, "text/html; charset=utf-8", headers)
-
-
-def make_icon(source: bytes) -> Response:
-    """Take the icon out of the page: an iPhone asks for it by its own name.
-
-    Raises: ValueError unless there is one.
-    """
-    (data,) = re.findall(rb"data:image/png;base64,([\w+/=]+)", source)
-    return Response(HTTPStatus.OK, base64.b64decode(data), "image/png")
-
-
-def get_page(app: App, _: Request) -> Response:
-    """Serve the page."""
-    return app.page
-
-
-def get_icon(app: App, _: Request) -> Response:
-    """Serve the icon for a home screen."""
-    return app.icon
 
 
 def post_auth(app: App, request: Request) -> Response:
@@ -1823,8 +1764,8 @@ class Route(NamedTuple):
 
 
 ROUTES: Final = (
-    Route("GET", "/", get_page, open_to_all=True),
-    Route("GET", "/apple-touch-icon.png", get_icon, open_to_all=True),
+    Route("GET", "/", lambda app, _: app.page, open_to_all=True),
+    Route("GET", "/apple-touch-icon.png", lambda app, _: app.icon, open_to_all=True),
     Route("POST", "/api/auth", post_auth, open_to_all=True),
     Route("GET", "/api/status", get_status),
     Route("POST", "/api/wol", post_wol),
@@ -1851,13 +1792,29 @@ def dispatch(app: App, request: Request) -> Response:
 
 
 def refuse(app: App, fault: Fault, what: str, client: str) -> Response:
-    """Log what is refused and why, and make the answer.
+    """Log what is refused and why, and answer with the error.
 
     A trusted proxy is not named: to ban it, as fail2ban might, would ban everybody.
     """
     whose = "" if within(client, app.config.proxies) else f"ip={client} "
     LOG.warning("%srefused %s: %d %s", whose, what, fault.status, fault)
-    return refusal(fault)
+    body = json.dumps({"error": str(fault)}).encode()
+    return Response(fault.status, body, headers=fault.headers)
+
+
+def respond(app: App, received: Request | Fault, peer: str) -> Response:
+    """Answer a request, or tell what was wrong with it."""
+    if isinstance(received, Fault):
+        return refuse(app, received, "a request", peer)
+    what = f"{received.method} {received.path}"
+    try:
+        return dispatch(app, received)
+    except Fault as fault:
+        return refuse(app, fault, what, received.client)
+    except Exception as error:  # noqa: BLE001 - no bug may leave a client without answer
+        LOG.error("%s", describe_bug(error))
+        bug = Fault(500, "Internal error; the log tells where")
+        return refuse(app, bug, what, received.client)
 
 
 # ---- HTTP: what is said --------------------------------------------------------------
@@ -1940,10 +1897,7 @@ def read_head(file: io.BufferedReader) -> Head:
 
 
 def find_client(peer: str, forwarded: str, proxies: Sequence[Network]) -> str:
-    """Tell who asks: the last one who is no proxy that we trust.
-
-    `forwarded` is X-Forwarded-For; each proxy adds to its right end whom it saw.
-    """
+    """Tell who asks: the last one in X-Forwarded-For who is no proxy that we trust."""
     client, hops = peer, forwarded.rsplit(",", HOPS)
     with contextlib.suppress(ValueError):  # it is no address: we know no more
         while hops and within(client, proxies):
@@ -1954,10 +1908,7 @@ def find_client(peer: str, forwarded: str, proxies: Sequence[Network]) -> str:
 def read_request(
     file: io.BufferedReader, head: Head, peer: str, proxies: Sequence[Network]
 ) -> Request:
-    """Read the body, unless it is too long, and put the request together.
-
-    Raises: Fault 400 for a body that ends early.
-    """
+    """Read the body, unless it is too long. Raises: Fault 400 if it ends early."""
     body = file.read(head.length) if head.length <= BODY else None
     if body is not None and len(body) < head.length:
         raise Fault(400, "The request ended before it was complete")
@@ -2009,13 +1960,13 @@ def listen(where: Listen) -> socket.socket:
 
 def why_not_listening(where: Listen, error: OSError) -> str:
     """Tell why the port cannot be opened, and what helps."""
-    code = error.errno or 0
     remedies = {
         errno.EACCES: "; only root may have a port below 1024: take a higher one",
         errno.EADDRINUSE: "; end the program that has this port, or take another one",
         errno.EADDRNOTAVAIL: "; this box has no such address so far",
     }
-    return f"WAKER_LISTEN {where}: {os.strerror(code)}{remedies.get(code, '')}"
+    remedy = remedies.get(error.errno or 0, "")
+    return f"WAKER_LISTEN {where}: {os.strerror(error.errno or 0)}{remedy}"
 
 
 class Incoming(io.RawIOBase):
@@ -2042,20 +1993,6 @@ class Incoming(io.RawIOBase):
             raise TimeoutError
         self._tcp.settimeout(left)
         return self._tcp.recv_into(buffer)
-
-
-def respond(app: App, peer: str, received: Request | Fault) -> Response:
-    """Answer a request, or tell what was wrong with it."""
-    if isinstance(received, Fault):
-        return refuse(app, received, "a request", peer)
-    try:
-        return dispatch(app, received)
-    except Fault as fault:
-        what = f"{received.method} {received.path}"
-        return refuse(app, fault, what, received.client)
-    except Exception as error:  # noqa: BLE001 - no bug may leave a client without answer
-        LOG.error("ip=%s %s", received.client, describe_bug(error))
-        return refusal(Fault(500, "Internal error; the log tells where"))
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -2251,7 +2188,7 @@ class Server(ThreadingHTTPServer):
             if not place:
                 raise ConnectionAbortedError
             place.waits = False
-        response = respond(self.app, peer, received)
+        response = respond(self.app, received, peer)
         with self._lock:
             if isinstance(received, Request):
                 del self._drops[place.name]
@@ -2285,14 +2222,42 @@ PAGE: Final = r"""
 """
 
 
-def read_page() -> bytes:
-    """Read the page. Raises: ConfigError."""
+def load_page() -> tuple[Response, Response]:
+    """Load the page, and out of it the icon that an iPhone asks for by its own name.
+
+    The page's policy allows its own code only, by hash. Raises: ConfigError.
+    """
     path = Path(__file__).resolve().with_name("ui.html")
     try:
-        return PAGE[1:].encode() or path.read_bytes()
+        source = PAGE[1:].encode() or path.read_bytes()
     except OSError as error:
         remedy = "it belongs beside waker.py; `make dist` makes one file of both"
         raise ConfigError(f"the page {path}: {error.strerror}; {remedy}") from None
+    found = re.search(
+        rb"data:image/png;base64,([\w+/=]+).*<style>(.*?)</style>"
+        rb'.*<script type="module">(.*?)</script>',
+        source,
+        re.DOTALL,
+    )
+    if not found:
+        raise ConfigError("ui.html is not the page of waker")
+    style, script = (
+        f"'sha256-{base64.b64encode(sha256(code)).decode()}'"
+        for code in found.group(2, 3)
+    )
+    policy = (
+        f"default-src 'none'; script-src {script}; style-src {style};"
+        " connect-src 'self'; img-src 'self' data:; manifest-src data:;"
+        " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
+        " require-trusted-types-for 'script'"
+    )
+    headers = (
+        ("Content-Security-Policy", policy),
+        ("Referrer-Policy", "no-referrer"),
+        ("Cross-Origin-Resource-Policy", "same-origin"),
+    )
+    page = Response(HTTPStatus.OK, source, "text/html; charset=utf-8", headers)
+    return page, Response(HTTPStatus.OK, base64.b64decode(found[1]), "image/png")
 
 
 # ---- Checking ------------------------------------------------------------------------
@@ -2387,32 +2352,21 @@ def check_login(machine: Machine) -> Iterator[Finding]:
         yield Finding(thing, str(why), WRONG)
 
 
-MEANINGS: Final = (
-    ("off", "off, or a firewall is between; wake it, and check again"),
-    ("booting", "it answers, but not with SSH; check again while its initrd waits"),
-    ("locked", "the initrd's port is open"),
-    ("up", "the system is up; to see the initrd, restart it and check again"),
-    ("unknown", "waker could not see whether it answers"),
-)
-
-
-def check(config: Config) -> Iterator[Finding]:
-    """Look at everything; the configuration itself is right already."""
-    machine = config.machine
-    yield Finding("configuration", "every value is right")
-    if config.pin.is_number:
-        seen = "digits only: enough behind a VPN, too little for the open internet"
-        yield Finding("PIN", seen, UNSEEN)
-    yield check_listening(config.listen)
-    yield check_packet(config)
+def check_machine(machine: Machine) -> Iterator[Finding]:
+    """Look at the machine as far as it is there, and at what an unlock needs."""
     wrong_port = False
     for finding in check_ports(machine):
         wrong_port |= finding.verdict == WRONG
         yield finding
     state = look(machine).state()
-    yield Finding(
-        "machine", dict(MEANINGS)[state], "ok" if state == "locked" else UNSEEN
-    )
+    meaning = {
+        "off": "off, or a firewall is between; wake it, and check again",
+        "booting": "it answers, but not with SSH; check again while its initrd waits",
+        "locked": "the initrd's port is open",
+        "up": "the system is up; to see the initrd, restart it and check again",
+        "unknown": "waker could not see whether it answers",
+    }[state]
+    yield Finding("machine", meaning, "ok" if state == "locked" else UNSEEN)
     try:
         import paramiko
 
@@ -2437,6 +2391,17 @@ def check(config: Config) -> Iterator[Finding]:
         yield Finding("host key", seen, UNSEEN)
 
 
+def check(config: Config) -> Iterator[Finding]:
+    """Look at everything; the configuration itself is right already."""
+    yield Finding("configuration", "every value is right")
+    if config.pin.is_number:
+        seen = "digits only: enough behind a VPN, too little for the open internet"
+        yield Finding("PIN", seen, UNSEEN)
+    yield check_listening(config.listen)
+    yield check_packet(config)
+    yield from check_machine(config.machine)
+
+
 # ---- Commands ------------------------------------------------------------------------
 # What `waker.py` does when it is run.
 
@@ -2448,23 +2413,12 @@ def make_app(config: Config, environment: Mapping[str, str], program: Path) -> A
 
     Raises: ConfigError for a page that is not right.
     """
-    source = read_page()
-    try:
-        page, icon = make_page(source), make_icon(source)
-    except ValueError:
-        raise ConfigError("ui.html is not the page of waker") from None
+    page, icon = load_page()
     watcher = Watcher(config.machine)
     unlocker = Unlocker(config, environment, program)
-    return App(
-        config=config,
-        page=page,
-        icon=icon,
-        attempts=Attempts(),
-        tokens=Tokens(),
-        watcher=watcher,
-        unlocker=unlocker,
-        starter=Starter(config, watcher, unlocker),
-    )
+    starter = Starter(config, watcher, unlocker)
+    attempts, tokens = Attempts(), Tokens()
+    return App(config, page, icon, attempts, tokens, watcher, unlocker, starter)
 
 
 def make_tls(config: Config) -> "ssl.SSLContext | None":
@@ -2606,17 +2560,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def forbid_core_dumps() -> None:
-    """Keep secrets in memory, should we crash.
-
-    A limit of 1 byte, for 0 holds only where a dump would become a file; the kernel
-    still pipes it to systemd-coredump and the like. Source: do_coredump, fs/coredump.c.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
-    limit = 1 if hard else 0  # what is 0 already cannot be raised
-    resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))
-
-
 def tell_faults(faults: Sequence[str], command: str) -> None:
     """Tell what is wrong with the configuration in the way of that command."""
     if command == "unlock":
@@ -2635,7 +2578,11 @@ def main(argv: Sequence[str]) -> int:
         pass  # it takes the place of a closed standard stream, which a socket would
     os.close(spare)
     arguments = parse_arguments(argv[1:])
-    forbid_core_dumps()
+    # No secret goes into a core dump. The limit is 1 byte: with 0, the kernel would
+    # still pipe one to systemd-coredump. Source: do_coredump, fs/coredump.c.
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    limit = min(1, hard) if hard >= 0 else 1  # -1 is no limit
+    resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))
     warnings.simplefilter("ignore")  # paramiko's, of what cryptography will drop
     if arguments.command == "check":
         for number in (signal.SIGINT, signal.SIGPIPE):  # to end quietly is enough
