@@ -3,27 +3,19 @@
 
     waker.py [--env-file FILE] [serve | check | unlock | state]
 
-A person away from home opens a page, types a PIN and the passphrase of a disk. This
-daemon, on a Pi or a router beside the machine, sends the magic packet, tells what it
-sees of the machine, and hands the passphrase to the machine's initrd so that it boots.
-
-But:
-
-- it sends the passphrase only after the pinned host key was verified in that very
-  connection and the machine asked for it;
-- it never says "unlocked" unless that was seen;
-- it keeps nothing: no file is written, and its tokens are gone when it stops.
+Away from home, a person types a PIN and the passphrase of a disk into a page. This
+daemon, on a Pi or a router near the machine, wakes it, watches it and unlocks its disk.
+But it sends the passphrase only after the pinned host key was verified in that very
+connection and the machine asked for it; it never says "unlocked" unless that was seen;
+and it keeps nothing: no file is written, and its tokens are gone when it stops.
 
 The laws of this file:
-
 1. Read it top to bottom, once: a name is defined before it is used.
 2. Parse, don't validate: once a value has entered, its type is the proof.
 3. Handlers return a Response. One function makes every error of it.
 4. Authorisation is a column of the route table, closed by default.
-5. Few named functions touch the network or a file; only the commands at the end touch
-   argv, signals and the environment.
-6. Nothing at module level changes. What judges time is given it; only what waits
-   reads the clock.
+5. Few functions touch network or files; only commands use argv, signals, environment.
+6. Nothing at module level changes. Time is handed in; only what waits reads the clock.
 """
 # /// script
 # requires-python = ">=3.11"
@@ -37,7 +29,6 @@ import enum
 import errno
 import functools
 import hashlib
-import hmac
 import importlib.util
 import io
 import ipaddress
@@ -56,6 +47,7 @@ import stat
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -64,18 +56,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-if TYPE_CHECKING:  # the daemon imports each where it needs it, or pays for years
+if TYPE_CHECKING:  # imported lazily: they would cost memory for the daemon's whole life
     import ssl
-    import subprocess
 
-    import paramiko  # it never does this one: 20 MB
+    import paramiko  # the daemon itself never imports it: 20 MB
 
-__version__ = "1.1.0"
-
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+__version__ = "2.0.0.dev0"
 
 # ---- Values --------------------------------------------------------------------------
 # Checked once, when they are made; a parser raises ValueError. No secret is in a repr.
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+UNLOCK_SECONDS: Final = 90  # room for a slow key derivation on a slow machine
 
 
 def sha256(data: bytes) -> bytes:
@@ -92,10 +84,9 @@ class Mac(NamedTuple):
     def parse(cls, text: str) -> "Mac":
         """Read six hex pairs, all joined by `:` or all by `-`."""
         pair = "[0-9A-Fa-f]{2}"
-        if not re.fullmatch(rf"{pair}([:-]){pair}(\1{pair}){{4}}", text):
-            raise ValueError
+        found = re.fullmatch(rf"{pair}([:-]){pair}(\1{pair}){{4}}", text)
         octets = bytes.fromhex(re.sub("[:-]", "", text))
-        if octets[0] & 1 or not any(octets):  # multicast and zeros are no card's
+        if not found or octets[0] & 1 or not any(octets):  # multicast, or zeros
             raise ValueError
         return cls(octets)
 
@@ -103,43 +94,37 @@ class Mac(NamedTuple):
         return self.octets.hex(":")
 
 
-class Pin(NamedTuple):
+class Pin:
     """The PIN, as its digest; the text is not kept."""
 
-    digest: bytes
-    is_number: bool  # it has digits only
-
-    def __repr__(self) -> str:
-        return "Pin(…)"
+    def __init__(self, text: str) -> None:
+        self._digest: Final = sha256(text.encode())
+        self.is_number: Final = text.isdecimal()  # it has digits only
 
     @classmethod
     def parse(cls, text: str) -> "Pin":
         """Take 8 to 128 characters."""
         if not 8 <= len(text) <= 128:
             raise ValueError
-        return cls(sha256(text.encode()), text.isdecimal())
+        return cls(text)
 
     def matches(self, text: str) -> bool:
         """Compare in constant time."""
-        return hmac.compare_digest(sha256(text.encode()), self.digest)
+        return secrets.compare_digest(sha256(text.encode()), self._digest)
 
 
-class Passphrase(NamedTuple):
-    """A LUKS passphrase: 1 to 512 bytes of UTF-8 without control characters.
+class Passphrase:
+    """A LUKS passphrase: 1 to 512 bytes of UTF-8 without control characters."""
 
-    512 is cryptsetup's documented limit for what is typed at a prompt; a control
-    character would end or edit the answer in some initrds.
-    """
-
-    data: bytes
-
-    def __repr__(self) -> str:
-        return "Passphrase(…)"
+    def __init__(self, data: bytes) -> None:
+        self.data: Final = data
 
     @classmethod
     def parse(cls, text: str) -> "Passphrase":
         """Take the text exactly as it is: nothing is stripped or normalised."""
         data = text.encode()
+        # 512 is cryptsetup's documented limit for what is typed at a prompt; a control
+        # character would end or edit the answer in some initrds.
         if not 1 <= len(data) <= 512 or re.search(r"[\x00-\x1f\x7f-\x9f]", text):
             raise ValueError
         return cls(data)
@@ -158,10 +143,7 @@ class HostKey(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "HostKey":
-        """Read `ssh-ed25519 AAAA…`, with or without a host before, a comment after.
-
-        So what ssh-keyscan, a .pub file and `dropbearkey -y` print can be pasted.
-        """
+        """Read a line as ssh-keyscan, `dropbearkey -y` or a .pub file has it."""
         found = re.fullmatch(
             r"(?:[^\s@]\S*\s+)?"  # no @revoked, no @cert-authority: those are no pins
             r"(ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(?:256|384|521))\s+(\S+)(?:\s.*)?",
@@ -172,12 +154,11 @@ class HostKey(NamedTuple):
         kind, blob = found[1], base64.b64decode(found[2], validate=True)
         # RFC 4253, 6.6: the strings of the key, each after its length in 4 bytes, the
         # type first. One that ends elsewhere than the text was not pasted whole.
-        end, strings = 0, []
+        first = len(kind).to_bytes(4) + kind.encode()
+        end = len(first)
         while end < len(blob):
-            begin = end + 4
-            end = begin + int.from_bytes(blob[end:begin], "big")
-            strings.append(blob[begin:end])
-        if end != len(blob) or len(strings) < 2 or strings[0] != kind.encode():
+            end += 4 + int.from_bytes(blob[end : end + 4])
+        if end != len(blob) or blob == first or not blob.startswith(first):
             raise ValueError
         return cls(kind, blob)
 
@@ -191,13 +172,9 @@ class HostKey(NamedTuple):
 
 
 def plain_address(text: str) -> str:
-    """Read an IP address; an IPv4-mapped IPv6 address counts as IPv4.
-
-    A scope such as `%eth0` is refused: in X-Forwarded-For it could be any text.
-    Raises: ValueError.
-    """
+    """Read an IP address; an IPv4-mapped one counts as IPv4. Raises: ValueError."""
     address = ipaddress.ip_address(text)
-    if "%" in text:
+    if "%" in text:  # a scope such as %eth0: in X-Forwarded-For it could be any text
         raise ValueError
     return str(getattr(address, "ipv4_mapped", None) or address)
 
@@ -230,36 +207,25 @@ class Dialect(NamedTuple):
     """How one kind of initrd is asked to unlock, and what its words mean.
 
     A match in the output of `command` is an event, named by the group that took part;
-    the group's text is the disk, or disks, where the initrd names any.
-
-    - asks: it waits on standard input for the passphrase of a disk
-    - opened: that disk is unlocked
-    - rejected: the passphrase is wrong
-    - working: the key derivation takes its time, the verdict is open
-    - idle: nothing asks for a passphrase
-    - open: nothing asks, and all disks are open
-    - early: the initrd is not that far yet
-    - foreign: something asks for a secret that is not of a disk
-    - dead: the initrd has given up on a disk
-    - booted: this is the system, no initrd
+    the group's text is the disk, or disks, where the initrd names any. `asks` says that
+    a passphrase is awaited on standard input; `opened` and `rejected` are verdicts;
+    `working` says that key derivation still runs. For other events, see Outcome.
     """
 
     name: str
     command: str
-    ending: bytes  # of an answer; if it is empty, the end of input takes its place
     events: re.Pattern[str]
+    ending: bytes = b""  # of an answer; if empty, the end of input takes its place
     warning: str = ""  # about the next wrong passphrase
 
 
-# For the shell of an initrd that systemd runs. Each open prompt is a file. A password
-# agent answers all of them, each with a line of its standard input, of which there is
-# no end, because that would count as an empty passphrase. A new prompt for a disk that
-# was answered means that the passphrase was wrong; the states of the disks' units tell
-# the rest. `read` and `printf` are the shell's own, or nothing is done: a passphrase
-# must not be an argument. Source: systemd's PASSWORD_AGENTS; tried with systemd 257.
+# Each open prompt is a file. A password agent answers all of them, each with a line of
+# its standard input, which never ends: an end would count as an empty passphrase. A new
+# prompt for an answered disk means that the passphrase was wrong; the states of the
+# disks' units tell the rest. Nothing is done unless `printf` is the shell's own: a
+# passphrase must not be an argument. Source: systemd's PASSWORD_AGENTS; tried with 257.
 SYSTEMD_COMMAND: Final = r"""
 say() { printf 'waker: %s\n' "$*"; exit 1; }
-
 find_prompts() { # sets new: disks that ask; and again: those that were answered
     new='' again='' marks=''
     for file in /run/systemd/ask-password/ask.*; do
@@ -275,7 +241,6 @@ find_prompts() { # sets new: disks that ask; and again: those that were answered
         esac
     done
 }
-
 find_verdict() { # of all disks together
     case $(systemctl is-active 'systemd-cryptsetup@*.service' cryptsetup.target) in
         *activating*) verdict=waiting ;;
@@ -285,7 +250,6 @@ find_verdict() { # of all disks together
         *) verdict=waiting ;; # it told nothing
     esac
 }
-
 [ "$(command -v printf)" = printf ] || exit 127
 command -v systemd-tty-ask-password-agent >/dev/null || exit 127
 [ -e /etc/initrd-release ] || say booted
@@ -317,14 +281,12 @@ while find_verdict && find_prompts && [ $((count += 1)) -lt 400 ]; do
 done
 exit 1
 """
-
 DIALECTS: Final = (
     # Source: cryptroot-unlock of cryptsetup-initramfs 2.6.1 to 2.8.8. Where it has no
     # terminal it takes all bytes up to the end of input; a newline would count.
     Dialect(
         name="cryptroot",
         command="cryptroot-unlock",
-        ending=b"",
         events=re.compile(
             r"Please unlock disk (?P<asks>[!-~]{1,64})\n"
             r"|cryptsetup: (?P<opened>[!-~]{1,64}) set up successfully"
@@ -339,10 +301,9 @@ DIALECTS: Final = (
         command=SYSTEMD_COMMAND,
         ending=b"\n",
         events=re.compile(
-            r"(?m)^waker: (?:asks (?P<asks>[ -~\ufffd]+)"
-            r"|opened (?P<opened>[ -~\ufffd]+)"
-            r"|rejected (?P<rejected>[ -~\ufffd]+)|(?P<open>)settled|(?P<idle>)idle"
-            r"|(?P<dead>)dead|(?P<foreign>)foreign|(?P<booted>)booted)\n"
+            r"(?m)^waker: (?:asks (?P<asks>[ -~\ufffd]+)|(?P<open>)settled"
+            r"|opened (?P<opened>[ -~\ufffd]+)|rejected (?P<rejected>[ -~\ufffd]+)"
+            r"|(?P<idle>)idle|(?P<dead>)dead|(?P<foreign>)foreign|(?P<booted>)booted)\n"
         ),
         warning=" Beware: the next wrong one may be the last. Unless crypttab has"
         " tries=0, systemd then gives up on the disk until the machine is restarted.",
@@ -372,9 +333,6 @@ class Machine(NamedTuple):
             "WAKER_SSH_KEY": str(self.key),
             "WAKER_SSH_HOST_KEY": ",".join(map(str, self.host_keys)),
         }
-
-
-UNLOCK_SECONDS: Final = 90  # room for a slow key derivation on a slow machine
 
 
 class Config(NamedTuple):
@@ -407,20 +365,12 @@ LIMITED_BROADCAST: Final = "255.255.255.255"
 class ConfigError(Exception):
     """What is wrong with the configuration: a line per mistake."""
 
-    def __init__(self, *faults: str) -> None:
-        super().__init__("\n".join(faults))
 
-
-def matching(pattern: str) -> Callable[[str], str]:
-    """Make a parser that takes exactly what matches the pattern."""
-
-    def parse(text: str) -> str:
-        """Take it as it is."""
-        if not re.fullmatch(pattern, text, re.ASCII):
-            raise ValueError
-        return text
-
-    return parse
+def matching(pattern: str, text: str) -> str:
+    """Take a text that matches the pattern as a whole. Raises: ValueError."""
+    if not re.fullmatch(pattern, text, re.ASCII):
+        raise ValueError
+    return text
 
 
 def parse_host(text: str) -> str:
@@ -428,12 +378,9 @@ def parse_host(text: str) -> str:
     try:
         return plain_address(text)
     except ValueError:
-        matching(r"\w[\w.-]{0,252}")(text)
-    try:
-        # Bytes avoid the idna codec, which OpenWrt packages separately.
-        rows = socket.getaddrinfo(text.encode(), None, type=socket.SOCK_STREAM)
-    except OSError:
-        raise ValueError from None
+        matching(r"\w[\w.-]{0,252}", text)
+    # Bytes avoid the idna codec, which OpenWrt packages separately.
+    rows = socket.getaddrinfo(text.encode(), None, type=socket.SOCK_STREAM)
     raise ConfigError(
         f"WAKER_HOMELAB_HOST must be an IP address: {text} is {rows[0][4][0]} now;"
         " write that, and reserve it in your router's DHCP"
@@ -442,7 +389,7 @@ def parse_host(text: str) -> str:
 
 def parse_port(text: str) -> int:
     """Read a TCP port."""
-    if int(matching("[1-9][0-9]{0,4}")(text)) > 65535:
+    if int(matching("[1-9][0-9]{0,4}", text)) > 65535:
         raise ValueError
     return int(text)
 
@@ -454,7 +401,7 @@ def parse_ipv4(text: str) -> str:
 
 def parse_path(text: str) -> Path | None:
     """Read a path; None where there is no text."""
-    return Path(matching(r"[^\x00-\x1f]+")(text)) if text else None
+    return Path(matching(r"[^\x00-\x1f]+", text)) if text else None
 
 
 def parse_dialect(text: str) -> Dialect:
@@ -472,13 +419,13 @@ class Setting(NamedTuple):
 
     name: str
     default: str
-    parse: Callable[[str], object]  # raises ValueError
+    parse: Callable[[str], object]  # raises ValueError or OSError
     right: str  # what it must be
 
 
-USER: Final = matching("[!-~]{1,64}")
-TITLE: Final = matching("[^\x00-\x1f\x7f-\x9f]{0,64}")
-MACHINE_SETTINGS: Final = (  # the fields of Machine: all that an unlock needs
+USER: Final = functools.partial(matching, "[!-~]{1,64}")
+TITLE: Final = functools.partial(matching, "[^\x00-\x1f\x7f-\x9f]{0,64}")
+SETTINGS: Final = (  # the fields of Machine, then those of Config but for its figures
     Setting("WAKER_HOMELAB_HOST", "", parse_host, "an IP address such as 192.168.1.20"),
     Setting("WAKER_INITRD", "cryptroot", parse_dialect, "cryptroot or systemd"),
     Setting("WAKER_INITRD_SSH_PORT", "2222", parse_port, "a port, 1 to 65535"),
@@ -491,9 +438,6 @@ MACHINE_SETTINGS: Final = (  # the fields of Machine: all that an unlock needs
         HostKey.parse_all,
         "a line such as ssh-ed25519 AAAA...",
     ),
-)
-SETTINGS: Final = (  # and those of Config, but for its figures
-    *MACHINE_SETTINGS,
     Setting(
         "WAKER_HOMELAB_MAC", "", Mac.parse, "a MAC address such as 52:54:00:12:34:56"
     ),
@@ -520,34 +464,27 @@ SETTINGS: Final = (  # and those of Config, but for its figures
 
 
 def file_fault(path: Path, *, private: bool = False) -> str:
-    """Tell why a file is of no use, and what helps; empty if it is fine.
-
-    A private file is not for others; for its group it may be, as systemd's copies are.
-    """
+    """Tell why a file is of no use, and what helps; empty if it is fine."""
     try:
         about = path.stat()
         if not stat.S_ISREG(about.st_mode):
             return f"{path} is not a file; correct the path"
         path.open("rb").close()
     except FileNotFoundError:
-        about = None
+        return f"{path} is missing or empty"
     except OSError as error:
         return f"{path}: {error.strerror}; by hand, use sudo"
-    if not about or about.st_size < 2:  # our unit hands over a line end for no file
-        copied = f" (systemd copies it from /etc/waker/{path.name})"
-        return f"{path} is missing or empty{copied if about else ''}"
-    if private and about.st_mode & 0o007:
+    if about.st_size < 2:  # our unit hands over a line end for no file
+        copied = f"systemd copies it from /etc/waker/{path.name}"
+        return f"{path} is missing or empty ({copied})"
+    if private and about.st_mode & 0o007:  # its group may: systemd's copies have one
         return f"{path} is open to others; chmod 600 {path}"
     return ""
 
 
 def read_env_file(path: Path) -> dict[str, str]:
-    """Read lines `WAKER_NAME=value`, maybe quoted; other names are none of ours.
-
-    Raises: ConfigError that names file and lines, never their content.
-    """
-    fault = file_fault(path)
-    if fault:
+    """Read its lines WAKER_NAME=value. Raises: ConfigError, which quotes no line."""
+    if fault := file_fault(path):
         raise ConfigError(fault)
     try:
         text = path.read_text("utf-8-sig")  # some editors begin with a mark
@@ -557,55 +494,52 @@ def read_env_file(path: Path) -> dict[str, str]:
     faults = []
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
         found = re.fullmatch(r"(\w+)=\s*(?:\"(.*)\"|'(.*)'|([^'\"].*)?)", line)
-        fault = ""
+        where = f"{path}, line {number}"
         if not line or line.startswith("#"):
             continue
         if not found:
-            fault = "must be NAME=value"
+            faults.append(f"{where} must be NAME=value")
+        elif not found[1].startswith("WAKER_"):
+            continue  # it is none of ours
         elif found[1] in values:
-            fault = f"sets {found[1]} again; delete one of the two lines"
-        elif re.search(r"\s#", found[4] or ""):
-            fault = "has a # in it; a comment needs a line of its own, a value quotes"
-        elif found[1].startswith("WAKER_"):
+            faults.append(f"{where} sets {found[1]} again; delete one of the two lines")
+        elif found[4] and re.search(r"\s#", line):
+            faults.append(f"{where} has a # in it; move the comment or quote the value")
+        else:
             values[found[1]] = found[2] or found[3] or found[4] or ""
-        faults += [f"{path}, line {number} {fault}"] if fault else []
     if faults:
-        raise ConfigError(*faults)
+        raise ConfigError("\n".join(faults))
     return values
 
 
 def find_conflicts(parsed: Mapping[str, object]) -> Iterator[str]:
     """Tell what is wrong with settings that are right one by one."""
     get = parsed.get
-    one_port = get("WAKER_INITRD_SSH_PORT") == get("WAKER_SYSTEM_SSH_PORT")
+    port = get("WAKER_INITRD_SSH_PORT")
+    one_port = port and port == get("WAKER_SYSTEM_SSH_PORT")
     if one_port and get("WAKER_INITRD") == parse_dialect("systemd"):
         yield (
-            "WAKER_INITRD_SSH_PORT and WAKER_SYSTEM_SSH_PORT must differ with"
-            " WAKER_INITRD=systemd: both run OpenSSH, and nothing else tells them apart"
+            "WAKER_INITRD_SSH_PORT must differ from WAKER_SYSTEM_SSH_PORT for systemd:"
+            " both run OpenSSH, and nothing else tells them apart"
         )
     limited = get("WAKER_HOMELAB_BROADCAST") == LIMITED_BROADCAST
     if limited and ":" in str(get("WAKER_HOMELAB_HOST")):
         yield (
-            "WAKER_HOMELAB_BROADCAST must be the broadcast address of the machine's"
-            " network, such as 192.168.1.255, because WAKER_HOMELAB_HOST is IPv6"
+            "WAKER_HOMELAB_BROADCAST must be the network's, such as 192.168.1.255,"
+            " because WAKER_HOMELAB_HOST is IPv6"
         )
     if (get("WAKER_TLS_CERT") is None) != (get("WAKER_TLS_KEY") is None):
         yield "WAKER_TLS_CERT and WAKER_TLS_KEY must both be set"
-    for name in ("WAKER_SSH_KEY", "WAKER_TLS_CERT", "WAKER_TLS_KEY"):
-        path, unlocks = get(name), get("WAKER_SSH_HOST_KEY") != ()
-        if isinstance(path, Path) and (unlocks or name != "WAKER_SSH_KEY"):
+    for name, path in parsed.items():
+        unused = name == "WAKER_SSH_KEY" and get("WAKER_SSH_HOST_KEY") == ()
+        if isinstance(path, Path) and not unused:
             fault = file_fault(path, private=name.endswith("KEY"))
             if fault:
                 yield f"{name} {fault}"
 
 
-def parse_settings(
-    settings: Sequence[Setting], values: Mapping[str, str], folder: Path
-) -> list[object]:
-    """Parse the values; a relative path begins at `folder`.
-
-    Raises: ConfigError with all mistakes.
-    """
+def parse_settings(count: int, values: Mapping[str, str], folder: Path) -> list[object]:
+    """Parse the first settings; paths begin at `folder`. Raises: ConfigError."""
     known = [setting.name for setting in SETTINGS]
     faults = []
     for name in sorted(values.keys() - set(known)):
@@ -614,37 +548,36 @@ def parse_settings(
         near = difflib.get_close_matches(name, known, 1, 0)[0]
         faults.append(f"{name} is not a setting; the nearest one is {near}")
     parsed: dict[str, object] = {}
-    for name, default, parse, right in settings:
+    for name, default, parse, right in SETTINGS[:count]:
         text = values.get(name) or default
         try:
             value = parse(text)
             parsed[name] = folder / value if isinstance(value, Path) else value
-        except ValueError:
+        except (ValueError, OSError):
             faults.append(f"{name}{'' if text else ' is not set; it'} must be {right}")
         except ConfigError as error:
             faults.append(str(error))
     faults += find_conflicts(parsed)
     if faults:
-        raise ConfigError(*faults)
+        raise ConfigError("\n".join(faults))
     return list(parsed.values())
 
 
 def read_machine(values: Mapping[str, str], folder: Path) -> Machine:
     """Read what an unlock needs. Raises: ConfigError."""
-    return Machine._make(parse_settings(MACHINE_SETTINGS, values, folder))
+    return Machine._make(parse_settings(len(Machine._fields), values, folder))
 
 
 def read_config(values: Mapping[str, str], folder: Path) -> Config:
     """Read everything. Raises: ConfigError."""
-    parsed, count = parse_settings(SETTINGS, values, folder), len(MACHINE_SETTINGS)
+    parsed, count = parse_settings(len(SETTINGS), values, folder), len(Machine._fields)
     machine, figures = Machine._make(parsed[:count]), Config._field_defaults.values()
     config = Config._make([machine, *parsed[count:], *figures])
     return config._replace(name=config.name or machine.host)
 
 
 # ---- Answers -------------------------------------------------------------------------
-# A handler takes a Request and returns a Response or raises a Fault. `refuse` makes the
-# Response of a Fault; nothing else in this file makes an error.
+# A handler returns a Response or raises a Fault; only `refuse` writes the error.
 
 BODY: Final = 16384  # bytes: a PIN or a passphrase, with much room
 BRACKETS: Final = 600  # in a body: a passphrase may have 512; 16,000 nested ones would
@@ -693,29 +626,21 @@ def reply(members: Mapping[str, object]) -> Response:
 
 
 def text_member(request: Request, name: str) -> str:
-    """Take the one text out of a JSON body.
-
-    Raises: Fault 415 for another content type; 413 for a body that is too long; 400 for
-    anything but an object with this member alone, a string that is not empty.
-    """
-    kind = request.content_type.partition(";")[0].strip(" \t").lower()
-    if kind != "application/json":
+    """Take the only member of a JSON body, a text. Raises: Fault 400, 413, 415."""
+    if not re.fullmatch(r"(?i)application/json[ \t]*(;.*)?", request.content_type):
         raise Fault(415, "Content-Type must be application/json")
     if request.body is None:
         raise Fault(413, f"The body must have at most {BODY} bytes")
     try:
         if request.body.count(b"[") + request.body.count(b"{") > BRACKETS:
             raise ValueError
-        # As a tuple of pairs, an object shows a name that it has twice.
+        # As a tuple of pairs, an object shows a name twice, and differs from an array.
         body = json.loads(request.body.decode(), object_pairs_hook=tuple)
-        if not isinstance(body, tuple):
-            raise TypeError
-        ((found, text),) = body
-        if found != name or not isinstance(text, str) or not text.encode():
+        text = body[0][1]
+        if body != ((name, text),) or not isinstance(text, str) or not text.encode():
             raise ValueError
-    except (ValueError, TypeError, RecursionError):
-        text = f'The body must be {{"{name}": "..."}}, with a text that is not empty'
-        raise Fault(400, text) from None
+    except (ValueError, TypeError, LookupError, RecursionError):
+        raise Fault(400, f'The body must be {{"{name}": "<some text>"}}') from None
     return text
 
 
@@ -759,10 +684,7 @@ def counted_as(client: str) -> str:
 
 
 class Attempts:
-    """Counts who tries the PIN, in the last minute.
-
-    There is no limit on all clients together: a stranger could lock the owner out.
-    """
+    """Counts who tries the PIN; a limit on all together would lock the owner out."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -794,37 +716,28 @@ def magic_packet(mac: Mac) -> bytes:
 
 
 def find_source(config: Config, *, on_link: bool = False) -> str:
-    """Tell from which of our addresses the magic packet leaves.
-
-    By itself a limited broadcast takes the default route; here it takes the route to
-    the machine. With `on_link` no router may be on that route. Raises: OSError.
-    """
-    toward = config.broadcast
-    if toward == LIMITED_BROADCAST:
-        toward = config.machine.host
+    """Tell from which of our addresses the magic packet leaves. Raises: OSError."""
+    limited = config.broadcast == LIMITED_BROADCAST  # it would take the default route
+    toward = config.machine.host if limited else config.broadcast
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
-        udp.setsockopt(socket.SOL_SOCKET, socket.SO_DONTROUTE, on_link)
+        udp.setsockopt(socket.SOL_SOCKET, socket.SO_DONTROUTE, on_link)  # no router
         udp.connect((toward, config.packet_port))
         return str(udp.getsockname()[0])
 
 
 def wake(config: Config) -> str:
-    """Send the magic packet three times, because UDP loses some.
-
-    Returns the message that tells so. Raises: Fault 500.
-    """
+    """Send the magic packet, and return words that tell so. Raises: Fault 500."""
     packet = magic_packet(config.mac)
     try:
         source = find_source(config)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
             udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
             udp.bind((source, 0))
-            for _ in range(3):
+            for _ in range(3):  # UDP loses some
                 udp.sendto(packet, (config.broadcast, config.packet_port))
     except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise Fault(500, f"Failed to send WOL packet: {reason}") from None
+        raise Fault(500, f"Failed to send WOL packet: {error.strerror}") from None
     return f"Magic packet sent to {config.mac} from {source}"
 
 
@@ -878,32 +791,23 @@ class Sight(NamedTuple):
 def open_tcp(host: str, port: int, seconds: float) -> socket.socket:
     """Connect, each step within `seconds`. Raises: OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    tcp = socket.socket(family, socket.SOCK_STREAM)
-    try:
+    with contextlib.ExitStack() as closing:
+        tcp = closing.enter_context(socket.socket(family, socket.SOCK_STREAM))
         tcp.settimeout(seconds)
         tcp.connect((host, port))
-    except OSError:
-        tcp.close()
-        raise
+        closing.pop_all()
     return tcp
 
 
 def knock(host: str, port: int, *, read_ident: bool = False) -> tuple[Port, str]:
-    """Connect to a port and hang up, all within KNOCK_SECONDS.
-
-    Returns what the port did and, if wanted, its SSH identification: one line, empty if
-    none came in time.
-    """
+    """Tell what a port does and, if wanted, the line it says, within KNOCK_SECONDS."""
     deadline = time.monotonic() + KNOCK_SECONDS
     try:
         tcp = open_tcp(host, port, KNOCK_SECONDS)
     except (ConnectionRefusedError, ConnectionResetError):
         return Port.CLOSED, ""
-    except TimeoutError:
-        return Port.SILENT, ""
-    except OSError as error:
-        # Nobody answered ARP. Any other error keeps us from looking at all.
-        silent = error.errno == errno.EHOSTUNREACH
+    except OSError as error:  # EHOSTUNREACH: no answer to ARP; others: our failure
+        silent = isinstance(error, TimeoutError) or error.errno == errno.EHOSTUNREACH
         return (Port.SILENT if silent else Port.UNSEEN), ""
     ident = b""
     with tcp, contextlib.suppress(OSError):  # it is late, or gone; the port was open
@@ -914,11 +818,7 @@ def knock(host: str, port: int, *, read_ident: bool = False) -> tuple[Port, str]
 
 
 def look(machine: Machine) -> Sight:
-    """Connect to both ports at once.
-
-    If they are one, the SSH identification tells them apart: dropbear is the initrd's,
-    any other is the system's.
-    """
+    """Connect to both ports at once; if they are one, dropbear means the initrd."""
     if machine.initrd_port == machine.system_port:
         port, ident = knock(machine.host, machine.system_port, read_ident=True)
         if port is not Port.OPEN:
@@ -962,14 +862,12 @@ class Watcher:
 # ---- Unlocking: outcomes -------------------------------------------------------------
 # `waker.py unlock`: one passphrase, one machine, then the process ends, and with it all
 # memory and threads that knew the passphrase. Nothing that the machine writes is told
-# but a disk's name: it might repeat the passphrase.
+# but a disk's name: it might repeat the passphrase. What is `not_asked` may be retried.
 
 NO_PARAMIKO: Final = (
     "paramiko is missing or incomplete: Debian has it in python3-paramiko, OpenWrt in"
     " python3-paramiko and python3-six"
 )
-
-
 NO_PIN: Final = (
     "no host key is pinned, so anybody might get the passphrase. While the initrd"
     " waits, `waker check` prints the line for WAKER_SSH_HOST_KEY"
@@ -977,10 +875,7 @@ NO_PIN: Final = (
 
 
 class Outcome(enum.Enum):
-    """What an unlock came to: the word for programs, and the sentence for people.
-
-    In the sentence {} is a detail. What is `not_asked` may be tried again.
-    """
+    """What an unlock came to: for programs, and for people, where {} is a detail."""
 
     UNLOCKED = "unlocked", "Unlocked: {}"
     SEEN_UP = "unlocked", "{}; then the system's SSH answered"
@@ -994,12 +889,15 @@ class Outcome(enum.Enum):
     DEAD = "gave_up", "the initrd has given up on a disk; restart the machine"
     HOST_KEY = "host_key_differs", "the host key differs: {}"
     KEY = "key_refused", "the initrd refused our key {}"
-    UNREACHED = "not_asked", "{}"
+    UNREACHED = "not_asked", "port {}"
+    BROKEN = "not_asked", "the connection broke off in the {}"
+    FROZEN = "not_asked", "the SSH server fell silent in the {}"
     EARLY = "not_asked", "the initrd is not that far yet; try again in a few seconds"
     IDLE = "not_asked", "nothing asks for a passphrase: not so far yet, or open already"
     LOST = "not_asked", "the connection was lost before a disk asked for its passphrase"
     SILENT = "not_asked", "logged in, but no disk asked for its passphrase in time"
     ENDED = "not_asked", "the unlock command ended without asking; try again"
+    KEY_FILE = "error", "our key {}"
     MISSING = "error", "logged in, but there is no command to unlock with"
     REFUSED = "error", "logged in, but the server refuses to run the unlock command"
     FOREIGN = "error", "something asks for a secret that is not of a disk"
@@ -1028,8 +926,7 @@ class NotSent(Exception):
 
     def __init__(self, outcome: Outcome, detail: str = "") -> None:
         super().__init__(outcome.value[1].format(detail))
-        self.outcome = outcome
-        self.detail = detail
+        self.result = Result.of(outcome, detail, sent=False)
 
 
 # ---- Unlocking: the connection -------------------------------------------------------
@@ -1044,62 +941,52 @@ PEER_ERRORS: Final = Exception  # of any kind: paramiko raises what its thread d
 
 def dial(machine: Machine) -> socket.socket:
     """Connect to the initrd's port, and see that SSH is there. Raises: NotSent."""
-    where = f"port {machine.initrd_port} of {machine.host}"
-    with contextlib.ExitStack() as closing:
-        try:
-            tcp = open_tcp(machine.host, machine.initrd_port, CONNECT_SECONDS)
-            closing.enter_context(tcp)
-            ident = tcp.recv(255, socket.MSG_PEEK)
-        except ConnectionRefusedError:
-            reason = f"{where} refuses connections: the initrd's SSH is not there"
-        except TimeoutError:
-            reason = f"{where} did not answer within {CONNECT_SECONDS} s"
-        except OSError as error:
-            reason = f"{where} cannot be reached: {error.strerror}"
-        else:
-            reason = f"{where} does not speak SSH to us"
-            if ident and b"SSH-".startswith(ident[:4]):
-                # Without a delay for small packets: each would wait for an answer.
-                tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                # And a machine that has lost its power is noticed.
-                tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for name, value in (
-                    (socket.TCP_KEEPIDLE, LOST_SECONDS // 2),
-                    (socket.TCP_KEEPINTVL, 1),
-                    (socket.TCP_USER_TIMEOUT, LOST_SECONDS * 1000),
-                ):
-                    tcp.setsockopt(socket.IPPROTO_TCP, name, value)
-                closing.pop_all()
-                return tcp
-    raise NotSent(Outcome.UNREACHED, reason)
+    try:
+        tcp = open_tcp(machine.host, machine.initrd_port, CONNECT_SECONDS)
+        ident = tcp.recv(255, socket.MSG_PEEK)
+        if ident and b"SSH-".startswith(ident[:4]):
+            return tcp
+        reason = "does not speak SSH to us"
+    except ConnectionRefusedError:
+        reason = "refuses connections: the initrd's SSH is not there"
+    except TimeoutError:
+        reason = f"did not answer within {CONNECT_SECONDS} s"
+    except OSError as error:
+        reason = f"cannot be reached: {error.strerror}"
+    where = f"{machine.initrd_port} of {machine.host}"
+    raise NotSent(Outcome.UNREACHED, f"{where} {reason}")
 
 
 def begin(machine: Machine) -> "paramiko.Transport":
-    """Connect, and leave only algorithms without SHA-1, MD5 and CBC.
-
-    The pinned key types come first, so that a server with several host keys shows the
-    one we know. The other types stay: another machine is told by its fingerprint, and
-    not as a failed handshake. Raises: NotSent.
-    """
+    """Connect, and offer nothing with SHA-1, MD5 or CBC. Raises: NotSent."""
     try:
         import paramiko
 
         paramiko.util.get_logger("paramiko").setLevel("CRITICAL")  # it logs tracebacks
     except (ImportError, AttributeError):  # a new cryptography lacks something
         raise NotSent(Outcome.ERROR, NO_PARAMIKO) from None
-    transport = paramiko.Transport(dial(machine))
+    tcp = dial(machine)
+    for level, name, value in (
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),  # small packets would wait
+        # The rest notices a machine that has lost its power.
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, LOST_SECONDS // 2),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_SECONDS * 1000),
+    ):
+        tcp.setsockopt(level, name, value)
+    transport = paramiko.Transport(tcp)
     transport.auth_timeout = HANDSHAKE_SECONDS
-    pinned = {key.kind for key in machine.host_keys}
-    if "ssh-rsa" in pinned:
-        pinned |= {"rsa-sha2-512", "rsa-sha2-256"}
     options = transport.get_security_options()
-    strong = [name for name in options.key_types if name not in ("ssh-rsa", "ssh-dss")]
-    options.key_types = sorted(strong, key=lambda name: name not in pinned)
     options.kex = [name for name in options.kex if "sha1" not in name]
     options.digests = [name for name in options.digests if "sha2" in name]
-    options.ciphers = [
-        name for name in options.ciphers if "ctr" in name or "gcm" in name
-    ]
+    options.ciphers = [name for name in options.ciphers if re.search("ctr|gcm", name)]
+    # The pinned types come first, so that a server with several host keys shows the one
+    # we know. The others stay: another machine is told by its fingerprint, and not as a
+    # failed handshake. An RSA key signs with rsa-sha2-512 or rsa-sha2-256.
+    pinned = tuple(key.kind.replace("ssh-rsa", "rsa-sha2") for key in machine.host_keys)
+    strong = [name for name in options.key_types if name not in ("ssh-rsa", "ssh-dss")]
+    options.key_types = sorted(strong, key=lambda name: not name.startswith(pinned))
     return transport
 
 
@@ -1110,10 +997,7 @@ def hang_up(transport: "paramiko.Transport") -> None:
 
 
 def exchange_keys(transport: "paramiko.Transport", machine: Machine) -> HostKey:
-    """Exchange keys; returns the host key that the server proved to have.
-
-    Raises: NotSent.
-    """
+    """Take the host key that the server proved to have. Raises: NotSent."""
     import paramiko
 
     try:
@@ -1123,14 +1007,13 @@ def exchange_keys(transport: "paramiko.Transport", machine: Machine) -> HostKey:
         reason += " one, has only a cipher that paramiko lacks)"
         raise NotSent(Outcome.ERROR, reason) from None
     except PEER_ERRORS:
-        reason = "the connection broke off in the key exchange"
+        detail = "key exchange"
         if machine.host_keys:
-            reason += "; dropbear does that, too, if it has no host key of the pinned"
-            reason += f" type {' or '.join(key.kind for key in machine.host_keys)}"
-        raise NotSent(Outcome.UNREACHED, reason) from None
+            detail += "; dropbear does that, too, if it has no host key of the pinned"
+            detail += f" type {' or '.join(key.kind for key in machine.host_keys)}"
+        raise NotSent(Outcome.BROKEN, detail) from None
     if not transport.initial_kex_done:  # then start_client only got tired of waiting
-        reason = "the SSH server fell silent in the key exchange"
-        raise NotSent(Outcome.UNREACHED, reason)
+        raise NotSent(Outcome.FROZEN, "key exchange")
     key = transport.get_remote_server_key()
     return HostKey(key.get_name(), key.asbytes())
 
@@ -1140,30 +1023,26 @@ def verify(transport: "paramiko.Transport", machine: Machine) -> None:
     seen = exchange_keys(transport, machine)
     if seen not in machine.host_keys:
         pins = " or ".join(fingerprint(key.blob) for key in machine.host_keys)
-        raise NotSent(
-            Outcome.HOST_KEY,
-            f"pinned {pins}, seen {fingerprint(seen.blob)}. The system that is up"
-            " already would show another key, and so would an impostor",
-        )
+        detail = f"pinned {pins}, seen {fingerprint(seen.blob)}. The system that is up"
+        detail += " already would show another key, and so would an impostor"
+        raise NotSent(Outcome.HOST_KEY, detail)
 
 
 def load_key(path: Path) -> "paramiko.PKey":
     """Load our private key, of whichever type it is. Raises: NotSent."""
     import paramiko
 
-    fault = file_fault(path, private=True)
-    if fault:
-        raise NotSent(Outcome.ERROR, f"our key {fault}")
+    if fault := file_fault(path, private=True):
+        raise NotSent(Outcome.KEY_FILE, fault)
     for kind in (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey):
         try:
             return kind.from_private_key_file(str(path))
         except paramiko.PasswordRequiredException:
-            reason = f"our key {path} must not be encrypted"
-            raise NotSent(Outcome.ERROR, reason) from None
+            raise NotSent(Outcome.KEY_FILE, f"{path} must not be encrypted") from None
         except PEER_ERRORS:
             continue  # it is of another type, or damaged
-    reason = f"our key {path} must be an Ed25519, ECDSA or RSA private key"
-    raise NotSent(Outcome.ERROR, reason)
+    fault = f"{path} must be an Ed25519, ECDSA or RSA private key"
+    raise NotSent(Outcome.KEY_FILE, fault)
 
 
 def log_in(transport: "paramiko.Transport", machine: Machine) -> None:
@@ -1173,17 +1052,13 @@ def log_in(transport: "paramiko.Transport", machine: Machine) -> None:
         transport.auth_publickey(machine.user, key)
     except PEER_ERRORS as error:
         if not transport.is_active():
-            reason = "the connection broke off in the login"
-            raise NotSent(Outcome.UNREACHED, reason) from None
+            raise NotSent(Outcome.BROKEN, "login") from None
         if "timeout" in str(error):
-            reason = "the SSH server fell silent in the login"
-            raise NotSent(Outcome.UNREACHED, reason) from None
+            raise NotSent(Outcome.FROZEN, "login") from None
     if not transport.is_authenticated():
-        raise NotSent(
-            Outcome.KEY,
-            f"{fingerprint(key.asbytes())} for user {machine.user}: it is not in its"
-            " authorized_keys, or the initrd was not rebuilt since",
-        )
+        detail = f"{fingerprint(key.asbytes())} for user {machine.user}: it is not in"
+        detail += " its authorized_keys, or the initrd was not rebuilt since"
+        raise NotSent(Outcome.KEY, detail)
 
 
 # ---- Unlocking: the conversation -----------------------------------------------------
@@ -1203,95 +1078,79 @@ class Command:
     """One run of the dialect's command, heard as a sequence of events."""
 
     def __init__(self, transport: "paramiko.Transport", dialect: Dialect) -> None:
-        self._transport = transport
+        self.disk = ""  # that was named last, or several disks
         self._dialect = dialect
         self._output = ""
         self._channel = transport.open_session()
         self._channel.set_combine_stderr(True)
         self._channel.exec_command(dialect.command)
 
-    def answer(self, passphrase: Passphrase) -> None:
-        """Send the passphrase, exactly."""
-        self._channel.sendall(passphrase.data + self._dialect.ending)
-        if not self._dialect.ending:
-            self._channel.shutdown_write()
+    def wait_for_end(self) -> None:
+        """Let it end: dropbear sometimes ends a channel that is opened just then."""
+        self._channel.status_event.wait(END_SECONDS)
 
-    def hear(self, until: float) -> tuple[str, str]:
-        """Wait for the next event; returns it, and the disk that it names, if any.
-
-        Beside the dialect's events there are open, missing and ended, by exit status;
-        and silent.
-        """
+    def hear(self, until: float) -> str:
+        """Wait for an event of the dialect, the end of the command, or else silence."""
         while (left := until - time.monotonic()) > 0:
             found = self._dialect.events.search(self._output)
             if found and found.lastgroup:
                 self._output = self._output[found.end() :]
-                return found.lastgroup, found[found.lastgroup]
+                self.disk = found[found.lastgroup] or self.disk
+                return found.lastgroup
             self._channel.settimeout(left)
             try:
                 data = self._channel.recv(4096)
             except TimeoutError:
                 break
             if not data:
-                self._channel.status_event.wait(END_SECONDS)
+                self.wait_for_end()
                 endings = {0: "open", 126: "missing", 127: "missing"}
-                return endings.get(self._channel.exit_status, "ended"), ""
-            self._output += data.decode("ascii", "replace")
-            self._output = self._output[-OUTPUT_KEPT:]
-        return "silent", ""
+                return endings.get(self._channel.exit_status, "ended")
+            self._output = self._output[-OUTPUT_KEPT:] + data.decode("ascii", "replace")
+        return "silent"
 
-    def wait_for_end(self) -> None:
-        """Let the command end, before another one begins.
-
-        Dropbear would sometimes end a channel that was opened when it does.
-        """
-        until = time.monotonic() + END_SECONDS
-        while self.hear(until)[0] not in ("open", "ended", "missing", "silent"):
-            pass
-
-
-def confirm(machine: Machine, before: Sight, deadline: float) -> Outcome:
-    """Look what becomes of a machine that gave no verdict on the passphrase.
-
-    Only a system's port that was seen closed before proves by opening that the system
-    is up: one that was silent may have been open.
-    """
-    deadline = min(deadline, time.monotonic() + CONFIRM_SECONDS)
-    while True:
-        sight = look(machine)
-        if before.system is Port.CLOSED and sight.system is Port.OPEN:
-            return Outcome.SEEN_UP
-        if time.monotonic() + PAUSE_SECONDS > deadline:
-            return Outcome.WAITS if sight.initrd is Port.OPEN else Outcome.GONE
-        time.sleep(PAUSE_SECONDS)
+    def answer(self, passphrase: Passphrase, until: float) -> str:
+        """Send the passphrase, exactly; returns the event that follows."""
+        try:
+            self._channel.sendall(passphrase.data + self._dialect.ending)
+            if not self._dialect.ending:
+                self._channel.shutdown_write()
+            return self.hear(until)
+        except PEER_ERRORS:
+            return "ended"
 
 
 def end_of(transport: "paramiko.Transport", event: str, deadline: float) -> str:
     """Tell a connection that ended from a command that did: lost, or silent by us."""
-    transport.join(1)  # it may be about to notice the end
-    if event not in ("ended", "refused") or transport.is_active():
-        return event
-    return "lost" if time.monotonic() < deadline else "silent"
+    if event in ("ended", "refused"):
+        transport.join(1)  # it may be about to notice the end
+        if not transport.is_active():
+            return "lost" if time.monotonic() < deadline else "silent"
+    return event
 
 
-def conclude(
+def confirm(
     transport: "paramiko.Transport",
     machine: Machine,
-    heard: tuple[str, str],
+    event: str,
     before: Sight,
     deadline: float,
 ) -> tuple[Outcome, str]:
-    """Tell what became of a disk that was answered and did not say that it opened."""
-    event, disk = heard
-    told = {"rejected": Outcome.REJECTED, "open": Outcome.SETTLED, "dead": Outcome.DEAD}
-    if event in told:
-        return told[event], disk
-    why = "there was no verdict after the passphrase was sent"
-    if end_of(transport, event, deadline) == "lost":
-        why = "the connection was lost after the passphrase was sent"
+    """Look what becomes of a machine that gave no verdict on the passphrase."""
+    lost = end_of(transport, event, deadline) == "lost"
+    why = "the connection was lost" if lost else "there was no verdict"
+    why += " after the passphrase was sent"
     hang_up(transport)
-    outcome = confirm(machine, before, deadline)
-    return outcome, why if outcome is Outcome.SEEN_UP else f"not confirmed: {why}"
+    deadline = min(deadline, time.monotonic() + CONFIRM_SECONDS)
+    while True:
+        sight = look(machine)
+        # A port that was silent before proves nothing: it may have been open.
+        if before.system is Port.CLOSED and sight.system is Port.OPEN:
+            return Outcome.SEEN_UP, why
+        if time.monotonic() + PAUSE_SECONDS > deadline:
+            outcome = Outcome.WAITS if sight.initrd is Port.OPEN else Outcome.GONE
+            return outcome, f"not confirmed: {why}"
+        time.sleep(PAUSE_SECONDS)
 
 
 def converse(
@@ -1302,31 +1161,29 @@ def converse(
     deadline: float,
 ) -> Result:
     """Answer every disk that asks, once, until none asks any more. Raises: NotSent."""
+    told = {"rejected": Outcome.REJECTED, "open": Outcome.SETTLED, "dead": Outcome.DEAD}
     opened: list[str] = []
     until = min(deadline, time.monotonic() + ASK_SECONDS)
     while True:
         try:
             command = Command(transport, machine.dialect)
-            event, disk = command.hear(until)
+            event = command.hear(until)
         except PEER_ERRORS:
-            event, disk = "refused", ""
-        if event != "asks" or disk in opened:
+            event = "refused"
+        if event != "asks" or command.disk in opened:
             break
         before = look(machine)
         tell_sent()
-        try:
-            command.answer(passphrase)
-            event, named = command.hear(deadline)
-        except PEER_ERRORS:
-            event, named = "ended", ""
+        event = command.answer(passphrase, deadline)
         if event != "opened":
-            heard = event, named or disk
-            outcome, detail = conclude(transport, machine, heard, before, deadline)
+            outcome, detail = told.get(event), command.disk
+            if not outcome:
+                outcome, detail = confirm(transport, machine, event, before, deadline)
             detail += f"; it did unlock {', '.join(opened)}" if opened else ""
             result = Result.of(outcome, detail, sent=True)
             warning = machine.dialect.warning if event == "rejected" else ""
             return result._replace(message=result.message + warning)
-        opened.append(named or disk)
+        opened.append(command.disk)
         command.wait_for_end()
         until = min(deadline, time.monotonic() + NEXT_SECONDS)
     if opened:
@@ -1355,7 +1212,7 @@ def unlock(
         log_in(transport, machine)
         return converse(transport, machine, passphrase, tell_sent, deadline)
     except NotSent as why:
-        return Result.of(why.outcome, why.detail, sent=False)
+        return why.result
 
 
 # ---- Unlocking, seen from the daemon -------------------------------------------------
@@ -1374,8 +1231,6 @@ class Unlocker:
         others = {n: v for n, v in environment.items() if not n.startswith("WAKER_")}
         self._environment = others | config.machine.settings()  # the PIN is not in it
         self._busy = threading.Lock()
-        self._lock = threading.Lock()
-        self._unsent: subprocess.Popen[bytes] | None = None  # it has not sent so far
         self.cancelled = threading.Event()
 
     def claim(self) -> None:
@@ -1389,30 +1244,8 @@ class Unlocker:
         self._busy.release()
 
     def cancel(self) -> None:
-        """End the process, now or as soon as it has begun, unless it has sent."""
-        with self._lock:
-            self.cancelled.set()
-            if self._unsent:
-                self._unsent.kill()
-
-    def _hear(self, child: "subprocess.Popen[bytes]", passphrase: Passphrase) -> bytes:
-        """Hand the passphrase over; returns what the process prints until it ends."""
-        told, ends = b"", time.monotonic() + self._seconds
-        stdin = cast("io.BufferedWriter", child.stdin)
-        stdout = cast("io.BufferedReader", child.stdout).fileno()
-        with contextlib.suppress(BrokenPipeError):  # it has ended already
-            stdin.write(passphrase.data)
-            stdin.close()
-        readable = select.poll()
-        readable.register(stdout, select.POLLIN)
-        while readable.poll(max(ends - time.monotonic(), 0) * 1000):
-            told += (chunk := os.read(stdout, 4096))
-            if not chunk:
-                return told
-            with self._lock:
-                self._unsent = None  # the first thing that is told is that it has sent
-        child.kill()
-        return told
+        """Have `run` end the process, unless that has sent."""
+        self.cancelled.set()
 
     def run(self, passphrase: Passphrase) -> Result:
         """Do one unlock."""
@@ -1429,16 +1262,22 @@ class Unlocker:
         except OSError as error:
             reason = f"the unlocking process cannot start: {error.strerror}"
             return Result.of(Outcome.ERROR, reason, sent=False)
-        with self._lock:
-            self._unsent = child
-            if self.cancelled.is_set():  # before there was anything to kill
-                child.kill()
+        told, ends = b"", time.monotonic() + self._seconds
+        stdin = cast("io.BufferedWriter", child.stdin)
+        stdout = cast("io.BufferedReader", child.stdout)
         with child:
-            lines = [
-                json.loads(line) for line in self._hear(child, passphrase).splitlines()
-            ]
-        with self._lock:
-            self._unsent = None
+            with contextlib.suppress(BrokenPipeError):  # it has ended already
+                stdin.write(b"" if self.cancelled.is_set() else passphrase.data)
+                stdin.close()
+            while True:  # it looks for a cancel ten times a second
+                if select.select([stdout], [], [], 0.1)[0]:
+                    told += (chunk := os.read(stdout.fileno(), 4096))
+                    if not chunk:
+                        break
+                # Before it sends, it tells that: who has told nothing may be killed.
+                elif time.monotonic() > ends or (self.cancelled.is_set() and not told):
+                    child.kill()
+        lines = [json.loads(line) for line in told.splitlines()]
         if lines and "outcome" in lines[-1]:
             return Result(**lines[-1])
         reason = f"the unlocking process ended with status {child.returncode}"
@@ -1462,29 +1301,23 @@ def printable(text: str) -> str:
 class LogHandler(logging.Handler):
     """Writes each event as one line of printable ASCII to standard error.
 
-    A line is dropped where it would have to wait: a log that nobody reads must not stop
-    the daemon. O_NONBLOCK would do as much, but also at the other end of the pipe.
+    A line that would have to wait is dropped: a log that nobody reads must not stop the
+    daemon. O_NONBLOCK would do as much, but also at the other end of the pipe.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line."""
         line = printable(record.getMessage())[:LINE] + "\n"
-        room = select.poll()
-        room.register(2, select.POLLOUT)
         with contextlib.suppress(OSError):  # nor must a log that is broken
-            if room.poll(0):
+            if select.select([], [2], [], 0)[1]:
                 os.write(2, line.encode())
 
 
 def describe_bug(error: BaseException) -> str:
     """Tell the kind and the place, not the text: there might be a secret in it."""
-    place = error.__traceback__
-    while place and place.tb_next:
-        place = place.tb_next
-    if not place:
-        return f"bug: {type(error).__name__}"
-    file = Path(place.tb_frame.f_code.co_filename).name
-    return f"bug: {type(error).__name__} in line {place.tb_lineno} of {file}"
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    file = Path(frame.f_code.co_filename).name
+    return f"bug: {type(error).__name__} in line {line} of {file}"
 
 
 # ---- Starting ------------------------------------------------------------------------
@@ -1521,57 +1354,56 @@ class Starter:
         self._watcher = watcher
         self._unlocker = unlocker
         self._lock = threading.Lock()
-        self._start: Start | None = None  # the running one, or the last
+        self._start = Start("done", None, "", -math.inf, -math.inf)  # long forgotten
         self._thread: threading.Thread | None = None
 
     def _tell(self, phase: str, outcome: str | None, message: str) -> None:
         """Tell how far it is; the log, only what is new."""
-        known = cast("Start", self._start)
+        known = self._start
         self._start = known._replace(phase=phase, outcome=outcome, message=message)
         if known != self._start:
             LOG.info("start: %s: %s", phase, message)
 
     def _pause(self, seconds: float, result: Result | None = None) -> None:
-        """Wait, unless the start is cancelled; what is known by then is kept."""
+        """Wait, unless the start is cancelled; what the unlock told by then is kept."""
         if self._unlocker.cancelled.wait(seconds):
-            sent = bool(result and result.sent)
-            word = result.outcome if result and result.outcome in AWAITED else None
+            word = result.outcome if result else "cancelled"
+            sent = result and result.sent
             text = f"Cancelled. The passphrase was {'' if sent else 'not '}sent."
-            raise Ended("cancelled", word or "cancelled", text)
+            raise Ended("cancelled", word, text)
 
     def _wake(self, deadline: float) -> None:
         """Wait for the initrd's SSH; while the machine is silent, wake it."""
-        packet_due, awake, unsent = -math.inf, False, "The passphrase was not sent."
+        why = "did not wake: is it plugged in, and Wake-on-LAN switched on?"
+        packet_due, unsent = -math.inf, "The passphrase was not sent."
         while True:
             now = time.monotonic()
             sight = self._watcher.look(now)
             self._pause(0)
-            awake = awake or sight.reachable()
             if sight.system is Port.OPEN:
                 raise Ended("done", "up", f"The system is up already. {unsent}")
             if sight.initrd is Port.OPEN:
                 return
-            if now > deadline:
-                reason = "did not wake: is it plugged in, and Wake-on-LAN switched on?"
-                if awake:
-                    reason = "was awake, but the SSH of its initrd is not open."
-                raise Ended("failed", "not_awake", f"The machine {reason} {unsent}")
             if sight.reachable():
-                self._tell(
-                    "waking", None, "The machine is awake; its initrd is not ready"
-                )
-            elif now >= packet_due:
+                message = "The machine is awake; its initrd is not ready"
+                why = "was awake, but the SSH of its initrd is not open."
+            if now > deadline:
+                raise Ended("failed", "not_awake", f"The machine {why} {unsent}")
+            if now >= packet_due and not sight.reachable():
                 try:
-                    self._tell("waking", None, wake(self._config))
+                    message = wake(self._config)
                 except Fault as fault:
                     if packet_due < 0:  # later, a waking machine may break its link
                         raise Ended("failed", "error", f"{fault}. {unsent}") from None
-                    self._tell("waking", None, f"{fault}; trying again")
+                    message = f"{fault}; trying again"
                 packet_due = now + self._config.packet_seconds
+            self._tell("waking", None, message)
             self._pause(GLANCE_SECONDS)
 
-    def _unlock(self, passphrase: Passphrase, deadline: float) -> Result:
-        """Hand the passphrase over when a disk asks for it."""
+    def _go(self, given: list[Passphrase]) -> None:
+        """Do it all. Raises: Ended, in any case."""
+        passphrase = given.pop()  # or the thread would keep it, in its arguments
+        deadline = time.monotonic() + self._config.start_seconds
         message, patience = "The SSH of the initrd is open", math.inf
         while True:
             self._wake(deadline)
@@ -1580,27 +1412,22 @@ class Starter:
             now = time.monotonic()
             patience = min(patience, now + EARLY_SECONDS)
             if result.outcome != "not_asked" or now > min(patience, deadline):
-                self._pause(0, result)
-                return result
+                break
             message = result.message
             self._tell("unlocking", None, message)
             self._pause(RETRY_SECONDS)
-
-    def _go(self, given: list[Passphrase]) -> None:
-        """Do it all. Raises: Ended, in any case."""
-        seconds = self._config.start_seconds
-        passphrase = given.pop()  # or the thread would keep it, in its arguments
-        result = self._unlock(passphrase, time.monotonic() + seconds)
         del passphrase
         if result.outcome not in AWAITED:
+            if not result.sent:  # a cancel may have prevented it
+                self._pause(0)
             phase = "done" if result.outcome == "up" else "failed"
             raise Ended(phase, result.outcome, result.message)
         self._tell("booting", result.outcome, result.message)
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + self._config.start_seconds
         while time.monotonic() < deadline:
+            self._pause(GLANCE_SECONDS, result)
             if self._watcher.look(time.monotonic()).system is Port.OPEN:
                 raise Ended("done", "up", f"{result.message} The system is up.")
-            self._pause(GLANCE_SECONDS, result)
         text = f"{result.message} The system was not seen up since."
         raise Ended("failed", "not_up", text)
 
@@ -1609,13 +1436,13 @@ class Starter:
         try:
             self._go(given)
         except Ended as ended:
-            self._tell(*ended.args)
+            end = ended.args
         except Exception as error:  # noqa: BLE001 - nobody else would tell of a bug
             text = f"{describe_bug(error)}. The passphrase may have been sent."
-            self._tell("failed", "error", text)
+            end = "failed", "error", text
         with self._lock:  # who reads that it has ended may begin the next one
-            start = cast("Start", self._start)
-            self._start = start._replace(ended=time.monotonic())
+            self._tell(*end)
+            self._start = self._start._replace(ended=time.monotonic())
             self._unlocker.release()
 
     def begin(self, passphrase: Passphrase, now: float) -> None:
@@ -1627,23 +1454,23 @@ class Starter:
         thread = threading.Thread(target=self._run, args=([passphrase],), daemon=True)
         with self._lock:
             self._unlocker.claim()
-            known, self._thread = (self._start, self._thread), thread
+            known = self._start
             self._start = Start("waking", None, "Looking for the machine", now)
             try:
                 thread.start()
             except RuntimeError:
-                self._start, self._thread = known
+                self._start = known
                 self._unlocker.release()
-                text, later = "There is no room for a thread", ("Retry-After", "5")
-                raise Fault(503, text, later) from None
+                raise Fault(503, "No room for a thread", ("Retry-After", "5")) from None
+            self._thread = thread
 
     def cancel(self) -> str:
         """End it and tell how; the passphrase is forgotten. Raises: Fault 409."""
         with self._lock:
-            if not self._start or self._start.ended < math.inf:
+            if not self._thread or self._start.ended < math.inf:
                 raise Fault(409, "No start is running")
             self._unlocker.cancel()
-            thread = cast("threading.Thread", self._thread)
+            thread = self._thread
         thread.join(CANCEL_SECONDS)
         if thread.is_alive():
             return "Cancelling; the status will tell whether the passphrase was sent"
@@ -1658,9 +1485,8 @@ class Starter:
 
     def members(self, now: float) -> dict[str, object] | None:
         """Tell it as the status has it; None if there was no start of late."""
-        with self._lock:
-            start = self._start
-        if not start or start.ended + KEPT_SECONDS < now:
+        start = self._start
+        if start.ended + KEPT_SECONDS < now:
             return None
         seconds = max(int(min(now, start.ended) - start.began), 0)
         about = {"phase": start.phase, "outcome": start.outcome}
@@ -1668,8 +1494,7 @@ class Starter:
 
 
 # ---- Handlers ------------------------------------------------------------------------
-# A Request in, a Response out. They know nothing of sockets; who may call them is
-# decided in the routes below.
+# A handler knows nothing of sockets; the routes below decide who may call it.
 
 
 class App(NamedTuple):
@@ -1691,8 +1516,7 @@ def post_auth(app: App, request: Request) -> Response:
     if not app.config.pin.matches(text_member(request, "pin")):
         raise Fault(401, "Wrong PIN", ("WWW-Authenticate", "Bearer"))
     LOG.info("ip=%s PIN accepted", request.client)
-    token = app.tokens.issue(request.now)
-    return reply({"token": token, "expires_in": TOKEN_SECONDS})
+    return reply({"token": app.tokens.issue(request.now), "expires_in": TOKEN_SECONDS})
 
 
 def get_status(app: App, request: Request) -> Response:
@@ -1745,8 +1569,7 @@ def post_start(app: App, request: Request) -> Response:
 def delete_start(app: App, request: Request) -> Response:
     """Cancel the start."""
     LOG.info("ip=%s wants the start cancelled", request.client)
-    message = app.starter.cancel()
-    return reply({"success": True, "message": message})
+    return reply({"success": True, "message": app.starter.cancel()})
 
 
 # ---- Routes --------------------------------------------------------------------------
@@ -1792,10 +1615,8 @@ def dispatch(app: App, request: Request) -> Response:
 
 
 def refuse(app: App, fault: Fault, what: str, client: str) -> Response:
-    """Log what is refused and why, and answer with the error.
-
-    A trusted proxy is not named: to ban it, as fail2ban might, would ban everybody.
-    """
+    """Log what is refused and why, and answer with the error."""
+    # A trusted proxy is not named: to ban it, as fail2ban might, would ban everybody.
     whose = "" if within(client, app.config.proxies) else f"ip={client} "
     LOG.warning("%srefused %s: %d %s", whose, what, fault.status, fault)
     body = json.dumps({"error": str(fault)}).encode()
@@ -2223,10 +2044,7 @@ PAGE: Final = r"""
 
 
 def load_page() -> tuple[Response, Response]:
-    """Load the page, and out of it the icon that an iPhone asks for by its own name.
-
-    The page's policy allows its own code only, by hash. Raises: ConfigError.
-    """
+    """Load the page and, out of it, the icon for iPhones. Raises: ConfigError."""
     path = Path(__file__).resolve().with_name("ui.html")
     try:
         source = PAGE[1:].encode() or path.read_bytes()
@@ -2234,19 +2052,16 @@ def load_page() -> tuple[Response, Response]:
         remedy = "it belongs beside waker.py; `make dist` makes one file of both"
         raise ConfigError(f"the page {path}: {error.strerror}; {remedy}") from None
     found = re.search(
-        rb"data:image/png;base64,([\w+/=]+).*<style>(.*?)</style>"
+        rb"(?s)data:image/png;base64,([\w+/=]+).*<style>(.*?)</style>"
         rb'.*<script type="module">(.*?)</script>',
         source,
-        re.DOTALL,
     )
     if not found:
         raise ConfigError("ui.html is not the page of waker")
-    style, script = (
-        f"'sha256-{base64.b64encode(sha256(code)).decode()}'"
-        for code in found.group(2, 3)
-    )
+    codes = found.group(2, 3)  # the only ones that the policy allows, by hash
+    style, script = (base64.b64encode(sha256(code)).decode() for code in codes)
     policy = (
-        f"default-src 'none'; script-src {script}; style-src {style};"
+        f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}';"
         " connect-src 'self'; img-src 'self' data:; manifest-src data:;"
         " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
         " require-trusted-types-for 'script'"
@@ -2276,97 +2091,23 @@ class Finding(NamedTuple):
     verdict: str = "ok"
 
 
-def check_listening(where: Listen) -> Finding:
-    """See whether our port can be opened."""
-    try:
-        listen(where).close()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            seen = f"{where} is in use: by waker itself, if it runs"
-            return Finding("our port", seen, UNSEEN)
-        return Finding("our port", why_not_listening(where, error), WRONG)
-    if os.geteuid() == 0 and 0 < where.port < 1024:
-        seen = f"{where} is for root alone, and the service is not root: take a port"
-        return Finding("our port", f"{seen} from 1024 on", WRONG)
-    return Finding("our port", f"{where} can be opened")
-
-
 def check_packet(config: Config) -> Finding:
     """See from where the magic packet would leave, and whether it would arrive."""
+    seen = ""
     try:
-        source = find_source(config)
-    except OSError as error:
-        remedy = "give this box an address in the machine's network"
-        return Finding("magic packet", f"{error.strerror}; {remedy}", WRONG)
-    seen = f"would leave from {source} to {config.broadcast}"
-    try:
+        seen = f"would leave from {find_source(config)} to {config.broadcast}"
         find_source(config, on_link=True)
-    except OSError:
+    except OSError as error:
+        if not seen:
+            remedy = "give this box an address in the machine's network"
+            return Finding("magic packet", f"{error.strerror}; {remedy}", WRONG)
         seen += "; the machine is not in a network of this box, and routers stop"
         return Finding("magic packet", f"{seen} broadcasts", UNSEEN)
     return Finding("magic packet", seen)
 
 
-def check_ports(machine: Machine) -> Iterator[Finding]:
-    """See what SSH says on each port."""
-    shared = machine.initrd_port == machine.system_port
-    ports = {"initrd's port": machine.initrd_port, "system's port": machine.system_port}
-    for thing, port in (
-        [("common port", machine.initrd_port)] if shared else ports.items()
-    ):
-        seen, ident = knock(machine.host, port, read_ident=True)
-        text, verdict = f"{port} {seen.value}", UNSEEN
-        if seen is Port.OPEN:
-            text, verdict = f"{text}; it says {ident or 'nothing'}", "ok"
-        in_dropbears_place = thing == "initrd's port" and "OpenSSH" in ident
-        if in_dropbears_place and machine.dialect.name == "cryptroot":
-            text += ": this is the booted system, or WAKER_INITRD=systemd is missing"
-            verdict = WRONG
-        yield Finding(thing, text, verdict)
-
-
-def check_login(machine: Machine) -> Iterator[Finding]:
-    """See which host key the initrd shows, and whether it lets us in."""
-    thing = "host key"
-    try:
-        transport = begin(machine)
-        try:
-            if machine.host_keys:
-                verify(transport, machine)
-                yield Finding(thing, "it is the pinned one")
-                thing = "login"
-                log_in(transport, machine)
-                yield Finding(
-                    thing, f"{machine.user} is let in; unlocking was not tried"
-                )
-                return
-            key = exchange_keys(transport, machine)
-            seen = (
-                f"none is pinned, and {fingerprint(key.blob)} is shown. If that is your"
-            )
-            seen += f" machine's, pin it: WAKER_SSH_HOST_KEY={key}"
-            yield Finding(thing, seen, UNSEEN)
-        finally:
-            hang_up(transport)
-    except NotSent as why:
-        yield Finding(thing, str(why), WRONG)
-
-
-def check_machine(machine: Machine) -> Iterator[Finding]:
-    """Look at the machine as far as it is there, and at what an unlock needs."""
-    wrong_port = False
-    for finding in check_ports(machine):
-        wrong_port |= finding.verdict == WRONG
-        yield finding
-    state = look(machine).state()
-    meaning = {
-        "off": "off, or a firewall is between; wake it, and check again",
-        "booting": "it answers, but not with SSH; check again while its initrd waits",
-        "locked": "the initrd's port is open",
-        "up": "the system is up; to see the initrd, restart it and check again",
-        "unknown": "waker could not see whether it answers",
-    }[state]
-    yield Finding("machine", meaning, "ok" if state == "locked" else UNSEEN)
+def check_unlocking(machine: Machine, *, waits: bool) -> Iterator[Finding]:
+    """See what an unlock needs, and whether an initrd that waits lets us in."""
     try:
         import paramiko
 
@@ -2379,16 +2120,56 @@ def check_machine(machine: Machine) -> Iterator[Finding]:
         yield Finding("SSH key", f"{key.get_name()} {fingerprint(key.asbytes())}")
     except NotSent as why:
         yield Finding("SSH key", f"{why}; to wake alone takes no key", WRONG)
-    seen = "not seen, as the initrd's SSH is not there"
-    if not machine.host_keys:
-        seen = (
-            "none is pinned, so waker refuses to unlock; check again while the initrd"
-        )
-        seen += " waits, or take it from the machine itself"
-    if state == "locked" and not wrong_port:
-        yield from check_login(machine)
-    else:
-        yield Finding("host key", seen, UNSEEN)
+    thing = "host key"
+    try:
+        if waits and machine.host_keys:
+            transport = begin(machine)
+            verify(transport, machine)
+            yield Finding(thing, "it is the pinned one")
+            thing = "login"
+            log_in(transport, machine)
+            yield Finding(thing, f"{machine.user} is let in; unlocking was not tried")
+        elif waits:
+            shown = exchange_keys(begin(machine), machine)
+            seen = f"none is pinned, and {fingerprint(shown.blob)} is shown. If that is"
+            seen += f" your machine's, pin it: WAKER_SSH_HOST_KEY={shown}"
+            yield Finding(thing, seen, UNSEEN)
+        elif machine.host_keys:
+            yield Finding(thing, "not seen, as the initrd's SSH is not there", UNSEEN)
+        else:
+            seen = "none is pinned, so waker refuses to unlock; check again while the"
+            seen += " initrd waits, or take it from the machine itself"
+            yield Finding(thing, seen, UNSEEN)
+    except NotSent as why:
+        yield Finding(thing, str(why), WRONG)
+
+
+def check_machine(machine: Machine) -> Iterator[Finding]:
+    """See what SSH says on each port, and look on as far as the machine is there."""
+    ports = {"initrd's port": machine.initrd_port, "system's port": machine.system_port}
+    if machine.initrd_port == machine.system_port:
+        ports = {"common port": machine.initrd_port}
+    wrong_port = False
+    for thing, port in ports.items():
+        did, ident = knock(machine.host, port, read_ident=True)
+        seen, verdict = f"{port} {did.value}", UNSEEN
+        if did is Port.OPEN:
+            seen, verdict = f"{seen}; it says {ident or 'nothing'}", "ok"
+        in_dropbears_place = thing == "initrd's port" and "OpenSSH" in ident
+        if in_dropbears_place and machine.dialect.name == "cryptroot":
+            seen += ": this is the booted system, or WAKER_INITRD=systemd is missing"
+            verdict, wrong_port = WRONG, True
+        yield Finding(thing, seen, verdict)
+    state = look(machine).state()
+    seen = {
+        "off": "off, or a firewall is between; wake it, and check again",
+        "booting": "it answers, but not with SSH; check again while its initrd waits",
+        "locked": "the initrd's port is open",
+        "up": "the system is up; to see the initrd, restart it and check again",
+        "unknown": "waker could not see whether it answers",
+    }[state]
+    yield Finding("machine", seen, "ok" if state == "locked" else UNSEEN)
+    yield from check_unlocking(machine, waits=state == "locked" and not wrong_port)
 
 
 def check(config: Config) -> Iterator[Finding]:
@@ -2397,7 +2178,17 @@ def check(config: Config) -> Iterator[Finding]:
     if config.pin.is_number:
         seen = "digits only: enough behind a VPN, too little for the open internet"
         yield Finding("PIN", seen, UNSEEN)
-    yield check_listening(config.listen)
+    where = config.listen
+    seen, verdict = f"{where} can be opened", "ok"
+    if os.geteuid() == 0 and 0 < where.port < 1024:
+        seen, verdict = f"{where} is for root; the service needs 1024 or more", WRONG
+    try:
+        listen(where).close()
+    except OSError as error:
+        seen, verdict = why_not_listening(where, error), WRONG
+        if error.errno == errno.EADDRINUSE:
+            seen, verdict = f"{where} is in use: by waker itself, if it runs", UNSEEN
+    yield Finding("our port", seen, verdict)
     yield check_packet(config)
     yield from check_machine(config.machine)
 
@@ -2409,16 +2200,10 @@ EX_CONFIG: Final = 78  # sysexits.h; the unit does not start it again after that
 
 
 def make_app(config: Config, environment: Mapping[str, str], program: Path) -> App:
-    """Put the parts together; `program` is what unlocks, so it is this one.
-
-    Raises: ConfigError for a page that is not right.
-    """
-    page, icon = load_page()
-    watcher = Watcher(config.machine)
-    unlocker = Unlocker(config, environment, program)
+    """Put the parts together; `program`, this one, unlocks. Raises: ConfigError."""
+    watcher, unlocker = Watcher(config.machine), Unlocker(config, environment, program)
     starter = Starter(config, watcher, unlocker)
-    attempts, tokens = Attempts(), Tokens()
-    return App(config, page, icon, attempts, tokens, watcher, unlocker, starter)
+    return App(config, *load_page(), Attempts(), Tokens(), watcher, unlocker, starter)
 
 
 def make_tls(config: Config) -> "ssl.SSLContext | None":
@@ -2431,15 +2216,18 @@ def make_tls(config: Config) -> "ssl.SSLContext | None":
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_ciphers("ECDHE+AESGCM:ECDHE+CHACHA20")
-    context.set_ecdh_curve("X25519")  # ffdhe8192 takes 100 ms of CPU for each hello
+    # One curve alone: a hello for OpenSSL's ffdhe8192 would take 100 ms of CPU. A NIST
+    # curve costs modern clients one more round trip, but keeps ffdhe off all the same.
+    context.set_ecdh_curve("prime256v1")
+    with contextlib.suppress(ssl.SSLError):  # Python 3.11.2, as in Debian 12, fails
+        context.set_ecdh_curve("X25519")
     try:
         context.load_cert_chain(cert, key, password=b"")  # or it would ask for one
     except OSError:  # it would not tell which of them
-        fault = (
+        raise ConfigError(
             f"WAKER_TLS_CERT {cert} and WAKER_TLS_KEY {key} must be a certificate"
             " and its private key, in PEM, the key without a passphrase"
-        )
-        raise ConfigError(fault) from None
+        ) from None
     return context
 
 
@@ -2455,36 +2243,20 @@ def serve(app: App, tls: "ssl.SSLContext | None" = None) -> int:
         return 1
     server = Server(app, tcp, tls)
     threading.Thread(target=server.serve_forever, args=(None,)).start()
-    host, port = tcp.getsockname()[:2]
-    LOG.info("waker %s listens on %s", __version__, Listen(str(host), int(port)))
+    LOG.info("waker %s listens on %s", __version__, Listen(*tcp.getsockname()[:2]))
     if not app.config.machine.host_keys:
         LOG.warning("WAKER_SSH_HOST_KEY is not set: waker will refuse to unlock")
     if not importlib.util.find_spec("paramiko"):  # to import it would cost 20 MB
         LOG.warning("waker cannot unlock: %s", NO_PARAMIKO)
     signal.sigwait(signals)
     LOG.info("stopping")
-    for number in signals:  # a second one ends it at once
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second signal ends it at once
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    with contextlib.suppress(Fault):
+        app.starter.cancel()  # nothing is to be sent any more
     server.stop()
     app.starter.stop()  # after the server: no new start can begin
     return 0
-
-
-def read_passphrase() -> Passphrase:
-    """Read it from the terminal, unseen, or else from standard input, as UTF-8.
-
-    One line end is taken off: a passphrase has none. Raises: ValueError.
-    """
-    if os.isatty(0):
-        import getpass
-
-        try:
-            return Passphrase.parse(getpass.getpass("Passphrase: "))
-        except (EOFError, KeyboardInterrupt):
-            raise ValueError from None
-    with os.fdopen(0, "rb", closefd=False) as stdin:
-        return Passphrase.parse(stdin.read().decode().removesuffix("\n"))
 
 
 def print_json(members: Mapping[str, object]) -> None:
@@ -2493,11 +2265,18 @@ def print_json(members: Mapping[str, object]) -> None:
 
 
 def unlock_once(machine: Machine, seconds: int) -> Result:
-    """Do one unlock; print a line of JSON when the passphrase is sent."""
+    """Read a passphrase, do one unlock; print a line of JSON when it is sent."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd tells the whole group
     try:
-        passphrase = read_passphrase()
-    except (ValueError, OSError):
+        if os.isatty(0):
+            import getpass
+
+            text = getpass.getpass("Passphrase: ")
+        else:
+            with os.fdopen(0, "rb", closefd=False) as stdin:
+                text = stdin.read().decode().removesuffix("\n")
+        passphrase = Passphrase.parse(text)
+    except (ValueError, OSError, EOFError, KeyboardInterrupt):
         reason = "a passphrase has 1 to 512 bytes of UTF-8 and no control character"
         return Result.of(Outcome.ERROR, reason, sent=False)
     tell_sent = functools.partial(print_json, {"sent": True})
@@ -2508,6 +2287,8 @@ def unlock_once(machine: Machine, seconds: int) -> Result:
 
 def print_table(findings: Iterable[Finding]) -> int:
     """Print each as it is found; returns 1 if anything is wrong."""
+    for number in (signal.SIGINT, signal.SIGPIPE):  # to end quietly is enough
+        signal.signal(number, signal.SIG_DFL)
     wrong = 0
     for thing, seen, verdict in findings:
         os.write(1, printable(f"{verdict:7}{thing:15}{seen}").encode() + b"\n")
@@ -2515,61 +2296,27 @@ def print_table(findings: Iterable[Finding]) -> int:
     return wrong
 
 
-def parse_seconds(text: str) -> int:
-    """Read how long an unlock may take."""
-    if not re.fullmatch("[0-9]{1,4}", text) or int(text) <= MARGIN_SECONDS:
-        raise ValueError
-    return int(text)
-
-
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
-    rows = (
-        f"  {name:25}{right} [{default or 'none'}]"
-        for name, default, _, right in SETTINGS
-    )
+    epilog = f"settings, from the environment or FILE; if neither is given, {ENV_FILE}:"
+    for name, default, _, right in SETTINGS:
+        epilog += f"\n  {name:25}{right} [{default or 'none'}]"
     parser = argparse.ArgumentParser(
-        description="Wake one machine by magic packet and unlock its disk over SSH.",
-        epilog="settings, from the environment or FILE:\n" + "\n".join(rows),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter, epilog=epilog
     )
-    parser.add_argument("--version", action="version", version=f"waker {__version__}")
-    parser.add_argument(
-        "--env-file",
-        metavar="FILE",
-        type=Path,
-        help="read lines NAME=value, and let the environment win over them;"
-        f" by default {ENV_FILE}, if the environment has no setting",
-    )
-    parser.add_argument(
-        "--seconds",
-        metavar="N",
-        type=parse_seconds,
-        default=UNLOCK_SECONDS,
-        help="for unlock: give up after N seconds, more than 5 [%(default)s]",
-    )
-    parser.add_argument(
-        "command",
-        nargs="?",
-        choices=("serve", "check", "unlock", "state"),
-        default="serve",
-        help="serve: be the daemon (default); check: tell what is right and what is"
-        " wrong; unlock: take a passphrase from standard input and unlock once;"
-        " state: tell what is seen of the machine now",
-    )
+    parser.description = "Wake a machine by magic packet and unlock its disk over SSH."
+    add = parser.add_argument
+    add("--version", action="version", version=f"waker {__version__}")
+    about = "read lines NAME=value, and let the environment win over them"
+    add("--env-file", metavar="FILE", type=Path, help=about)
+    about = "for unlock: give up after N seconds, more than 5 [%(default)s]"
+    seconds = functools.partial(matching, "[6-9]|[1-9][0-9]{1,3}")  # above the margin
+    add("--seconds", metavar="N", type=seconds, default=UNLOCK_SECONDS, help=about)
+    about = "serve: be the daemon (default); check: tell what is wrong; unlock: unlock"
+    about += " once, with a passphrase from standard input; state: tell what is seen"
+    commands = "serve", "check", "unlock", "state"
+    add("command", nargs="?", choices=commands, default="serve", help=about)
     return parser.parse_args(argv)
-
-
-def tell_faults(faults: Sequence[str], command: str) -> None:
-    """Tell what is wrong with the configuration in the way of that command."""
-    if command == "unlock":
-        told = Result.of(Outcome.ERROR, "; ".join(faults), sent=False)
-        print_json(told._asdict())
-    elif command == "check":
-        print_table([Finding("configuration", fault, WRONG) for fault in faults])
-    else:
-        for fault in faults:
-            LOG.error(fault)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -2580,13 +2327,9 @@ def main(argv: Sequence[str]) -> int:
     arguments = parse_arguments(argv[1:])
     # No secret goes into a core dump. The limit is 1 byte: with 0, the kernel would
     # still pipe one to systemd-coredump. Source: do_coredump, fs/coredump.c.
-    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
-    limit = min(1, hard) if hard >= 0 else 1  # -1 is no limit
-    resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))
+    with contextlib.suppress(ValueError):  # it is 0, and cannot be raised
+        resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
     warnings.simplefilter("ignore")  # paramiko's, of what cryptography will drop
-    if arguments.command == "check":
-        for number in (signal.SIGINT, signal.SIGPIPE):  # to end quietly is enough
-            signal.signal(number, signal.SIG_DFL)
     LOG.setLevel(logging.INFO)
     LOG.addHandler(LogHandler())
     ours = {n: v for n, v in os.environ.items() if n.startswith("WAKER_")}
@@ -2595,7 +2338,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         values = (read_env_file(file) if file else {}) | ours
         if arguments.command == "unlock":
-            result = unlock_once(read_machine(values, folder), arguments.seconds)
+            result = unlock_once(read_machine(values, folder), int(arguments.seconds))
             print_json(result._asdict())
             os._exit(result.outcome != "unlocked")  # paramiko's timers would take 15 s
         if arguments.command == "state":
@@ -2604,10 +2347,17 @@ def main(argv: Sequence[str]) -> int:
         config = read_config(values, folder)
         app, tls = make_app(config, os.environ, Path(argv[0])), make_tls(config)
     except ConfigError as error:
-        tell_faults(str(error).splitlines(), arguments.command)
+        lines = str(error).splitlines()
+        if arguments.command == "unlock":
+            print_json(Result.of(Outcome.ERROR, "; ".join(lines), sent=False)._asdict())
+        elif arguments.command == "check":
+            print_table(Finding("configuration", line, WRONG) for line in lines)
+        else:
+            for line in lines:
+                LOG.error(line)
         return EX_CONFIG
     if arguments.command == "check":
-        return print_table(check(config))
+        os._exit(print_table(check(config)))  # which hangs up as well
     return serve(app, tls)
 
 

@@ -320,7 +320,7 @@ def test_the_file_is_read_and_the_environment_wins(tmp_path: Path) -> None:
     file = tmp_path / "waker.env"
     file.write_text(
         "\ufeff# a comment\n\n  WAKER_PIN=plain#stays \nWAKER_SSH_USER='single # q'\n"
-        'WAKER_HOMELAB_NAME= " double q"\nWAKER_HOMELAB_HOST= \nTZ=Europe/Berlin\n'
+        'WAKER_HOMELAB_NAME= " double q"\nWAKER_HOMELAB_HOST= \nTZ=UTC # here\n'
     )
     assert waker.read_env_file(file) == {
         "WAKER_PIN": "plain#stays",
@@ -344,6 +344,7 @@ def test_the_file_is_read_and_the_environment_wins(tmp_path: Path) -> None:
         ("WAKER_PIN=24681012\nWAKER_PIN=secret-pin\n", "line 2 sets WAKER_PIN again;"),
         ("WAKER_PIN=246810 # my pin\n", "line 1 has a # in it;"),
         ("WAKER_SSH_USER=\nWAKER_PIN=246810\t#my pin\n", "line 2 has a # in it;"),
+        ("WAKER_PIN= # my pin is long\n", "line 1 has a # in it;"),
     ],
 )
 def test_a_line_that_could_be_misread_is_a_fault(

@@ -92,6 +92,6 @@ def test_no_core_is_dumped(tmp_path: Path) -> None:
             for pid in (child, started.process.pid):
                 limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
                 (line,) = [limit for limit in limits if "core file" in limit]
-                assert line.split()[4:6] == ["1", "1"]  # not 0: see forbid_core_dumps
+                assert line.split()[4:6] == ["1", "1"]  # not 0: see main()
             os.kill(child, signal.SIGKILL)
             thread.join()
