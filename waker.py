@@ -53,6 +53,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
@@ -95,18 +96,13 @@ class Mac(NamedTuple):
 
 
 class Pin:
-    """The PIN, as its digest; the text is not kept."""
+    """The PIN, of 8 to 128 characters, as its digest; the text is not kept."""
 
     def __init__(self, text: str) -> None:
-        self._digest: Final = sha256(text.encode())
-        self.is_number: Final = text.isdecimal()  # it has digits only
-
-    @classmethod
-    def parse(cls, text: str) -> "Pin":
-        """Take 8 to 128 characters."""
         if not 8 <= len(text) <= 128:
             raise ValueError
-        return cls(text)
+        self._digest: Final = sha256(text.encode())
+        self.is_number: Final = text.isdecimal()  # it has digits only
 
     def matches(self, text: str) -> bool:
         """Compare in constant time."""
@@ -116,18 +112,12 @@ class Pin:
 class Passphrase:
     """A LUKS passphrase: 1 to 512 bytes of UTF-8 without control characters."""
 
-    def __init__(self, data: bytes) -> None:
-        self.data: Final = data
-
-    @classmethod
-    def parse(cls, text: str) -> "Passphrase":
-        """Take the text exactly as it is: nothing is stripped or normalised."""
-        data = text.encode()
+    def __init__(self, text: str) -> None:
+        self.data: Final = text.encode()  # exactly: nothing is stripped or normalised
         # 512 is cryptsetup's documented limit for what is typed at a prompt; a control
         # character would end or edit the answer in some initrds.
-        if not 1 <= len(data) <= 512 or re.search(r"[\x00-\x1f\x7f-\x9f]", text):
+        if not 1 <= len(self.data) <= 512 or re.search(r"[\x00-\x1f\x7f-\x9f]", text):
             raise ValueError
-        return cls(data)
 
 
 def fingerprint(blob: bytes) -> str:
@@ -340,7 +330,7 @@ class Config(NamedTuple):
 
     machine: Machine
     mac: Mac
-    broadcast: str
+    broadcast: IPv4Address
     name: str
     pin: Pin
     listen: Listen
@@ -359,7 +349,7 @@ class Config(NamedTuple):
 # An unknown WAKER_ name is a mistake: a typo must not weaken anything silently.
 
 ENV_FILE: Final = "/etc/waker/waker.env"
-LIMITED_BROADCAST: Final = "255.255.255.255"
+LIMITED_BROADCAST: Final = IPv4Address("255.255.255.255")
 
 
 class ConfigError(Exception):
@@ -392,11 +382,6 @@ def parse_port(text: str) -> int:
     if int(matching("[1-9][0-9]{0,4}", text)) > 65535:
         raise ValueError
     return int(text)
-
-
-def parse_ipv4(text: str) -> str:
-    """Read an IPv4 address."""
-    return str(ipaddress.IPv4Address(text))
 
 
 def parse_path(text: str) -> Path | None:
@@ -442,23 +427,17 @@ SETTINGS: Final = (  # the fields of Machine, then those of Config but for its f
         "WAKER_HOMELAB_MAC", "", Mac.parse, "a MAC address such as 52:54:00:12:34:56"
     ),
     Setting(
-        "WAKER_HOMELAB_BROADCAST", LIMITED_BROADCAST, parse_ipv4, "an IPv4 address"
+        "WAKER_HOMELAB_BROADCAST", "255.255.255.255", IPv4Address, "an IPv4 address"
     ),
     Setting("WAKER_HOMELAB_NAME", "", TITLE, "a name of at most 64 characters"),
-    Setting("WAKER_PIN", "", Pin.parse, "8 to 128 characters"),
+    Setting("WAKER_PIN", "", Pin, "8 to 128 characters"),
     Setting(
-        "WAKER_LISTEN",
-        "[::]:8080",
-        Listen.parse,
-        "an address and a port such as 127.0.0.1:8080",
+        "WAKER_LISTEN", "[::]:8080", Listen.parse, "address and port: 127.0.0.1:8080"
     ),
     Setting("WAKER_TLS_CERT", "", parse_path, "the path of a certificate"),
     Setting("WAKER_TLS_KEY", "", parse_path, "the path of its private key"),
     Setting(
-        "WAKER_TRUSTED_PROXY",
-        "",
-        parse_networks,
-        "addresses or networks such as 127.0.0.1,10.0.0.0/8",
+        "WAKER_TRUSTED_PROXY", "", parse_networks, "addresses or networks: 10.0.0.0/8"
     ),
 )
 
@@ -518,16 +497,10 @@ def find_conflicts(parsed: Mapping[str, object]) -> Iterator[str]:
     port = get("WAKER_INITRD_SSH_PORT")
     one_port = port and port == get("WAKER_SYSTEM_SSH_PORT")
     if one_port and get("WAKER_INITRD") == parse_dialect("systemd"):
-        yield (
-            "WAKER_INITRD_SSH_PORT must differ from WAKER_SYSTEM_SSH_PORT for systemd:"
-            " both run OpenSSH, and nothing else tells them apart"
-        )
+        yield "WAKER_INITRD_SSH_PORT must differ from WAKER_SYSTEM_SSH_PORT for systemd"
     limited = get("WAKER_HOMELAB_BROADCAST") == LIMITED_BROADCAST
     if limited and ":" in str(get("WAKER_HOMELAB_HOST")):
-        yield (
-            "WAKER_HOMELAB_BROADCAST must be the network's, such as 192.168.1.255,"
-            " because WAKER_HOMELAB_HOST is IPv6"
-        )
+        yield "WAKER_HOMELAB_BROADCAST must be set, because WAKER_HOMELAB_HOST is IPv6"
     if (get("WAKER_TLS_CERT") is None) != (get("WAKER_TLS_KEY") is None):
         yield "WAKER_TLS_CERT and WAKER_TLS_KEY must both be set"
     for name, path in parsed.items():
@@ -718,7 +691,7 @@ def magic_packet(mac: Mac) -> bytes:
 def find_source(config: Config, *, on_link: bool = False) -> str:
     """Tell from which of our addresses the magic packet leaves. Raises: OSError."""
     limited = config.broadcast == LIMITED_BROADCAST  # it would take the default route
-    toward = config.machine.host if limited else config.broadcast
+    toward = config.machine.host if limited else str(config.broadcast)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_DONTROUTE, on_link)  # no router
@@ -735,7 +708,7 @@ def wake(config: Config) -> str:
             udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
             udp.bind((source, 0))
             for _ in range(3):  # UDP loses some
-                udp.sendto(packet, (config.broadcast, config.packet_port))
+                udp.sendto(packet, (str(config.broadcast), config.packet_port))
     except OSError as error:
         raise Fault(500, f"Failed to send WOL packet: {error.strerror}") from None
     return f"Magic packet sent to {config.mac} from {source}"
@@ -774,15 +747,11 @@ class Sight(NamedTuple):
             return "locked"
         return "booting" if Port.CLOSED in self else "off"
 
-    def reachable(self) -> bool:
-        """Tell whether anything answered, if only by refusing a connection."""
-        return Port.OPEN in self or Port.CLOSED in self
-
     def members(self) -> dict[str, object]:
         """Write it as the status has it."""
         return {
             "state": self.state(),
-            "reachable": self.reachable(),
+            "reachable": Port.OPEN in self or Port.CLOSED in self,
             "initrd_ssh_open": self.initrd is Port.OPEN,
             "system_ssh_open": self.system is Port.OPEN,
         }
@@ -990,12 +959,6 @@ def begin(machine: Machine) -> "paramiko.Transport":
     return transport
 
 
-def hang_up(transport: "paramiko.Transport") -> None:
-    """End a connection, however far it came."""
-    transport.close()
-    transport.sock.close()  # it does not, where the key exchange never began
-
-
 def exchange_keys(transport: "paramiko.Transport", machine: Machine) -> HostKey:
     """Take the host key that the server proved to have. Raises: NotSent."""
     import paramiko
@@ -1140,7 +1103,7 @@ def confirm(
     lost = end_of(transport, event, deadline) == "lost"
     why = "the connection was lost" if lost else "there was no verdict"
     why += " after the passphrase was sent"
-    hang_up(transport)
+    transport.close()
     deadline = min(deadline, time.monotonic() + CONFIRM_SECONDS)
     while True:
         sight = look(machine)
@@ -1230,22 +1193,14 @@ class Unlocker:
         self._seconds = config.unlock_seconds
         others = {n: v for n, v in environment.items() if not n.startswith("WAKER_")}
         self._environment = others | config.machine.settings()  # the PIN is not in it
-        self._busy = threading.Lock()
-        self.cancelled = threading.Event()
+        self.busy = threading.Lock()  # held by who claimed it
+        self.cancelled = threading.Event()  # ends the process, unless that has sent
 
     def claim(self) -> None:
         """Have it for oneself. Raises: Fault 409 while somebody else has."""
-        if not self._busy.acquire(blocking=False):
+        if not self.busy.acquire(blocking=False):
             raise Fault(409, "Another unlock or start is running; wait for it to end")
         self.cancelled.clear()
-
-    def release(self) -> None:
-        """Let others have it."""
-        self._busy.release()
-
-    def cancel(self) -> None:
-        """Have `run` end the process, unless that has sent."""
-        self.cancelled.set()
 
     def run(self, passphrase: Passphrase) -> Result:
         """Do one unlock."""
@@ -1384,12 +1339,13 @@ class Starter:
                 raise Ended("done", "up", f"The system is up already. {unsent}")
             if sight.initrd is Port.OPEN:
                 return
-            if sight.reachable():
+            awake = Port.CLOSED in sight  # if only by refusing a connection
+            if awake:
                 message = "The machine is awake; its initrd is not ready"
                 why = "was awake, but the SSH of its initrd is not open."
             if now > deadline:
                 raise Ended("failed", "not_awake", f"The machine {why} {unsent}")
-            if now >= packet_due and not sight.reachable():
+            if now >= packet_due and not awake:
                 try:
                     message = wake(self._config)
                 except Fault as fault:
@@ -1443,7 +1399,7 @@ class Starter:
         with self._lock:  # who reads that it has ended may begin the next one
             self._tell(*end)
             self._start = self._start._replace(ended=time.monotonic())
-            self._unlocker.release()
+            self._unlocker.busy.release()
 
     def begin(self, passphrase: Passphrase, now: float) -> None:
         """Start. Raises: Fault 409 while another start or unlock runs; 500; 503."""
@@ -1460,7 +1416,7 @@ class Starter:
                 thread.start()
             except RuntimeError:
                 self._start = known
-                self._unlocker.release()
+                self._unlocker.busy.release()
                 raise Fault(503, "No room for a thread", ("Retry-After", "5")) from None
             self._thread = thread
 
@@ -1469,7 +1425,7 @@ class Starter:
         with self._lock:
             if not self._thread or self._start.ended < math.inf:
                 raise Fault(409, "No start is running")
-            self._unlocker.cancel()
+            self._unlocker.cancelled.set()
             thread = self._thread
         thread.join(CANCEL_SECONDS)
         if thread.is_alive():
@@ -1536,7 +1492,7 @@ def post_wol(app: App, request: Request) -> Response:
 def take_passphrase(request: Request) -> Passphrase:
     """Take the passphrase out of a body. Raises: Fault 400, 413, 415."""
     try:
-        return Passphrase.parse(text_member(request, "passphrase"))
+        return Passphrase(text_member(request, "passphrase"))
     except ValueError:
         text = "The passphrase must have 1 to 512 bytes and no control character"
         raise Fault(400, text) from None
@@ -1549,7 +1505,7 @@ def post_unlock(app: App, request: Request) -> Response:
     try:
         result = app.unlocker.run(passphrase)
     finally:
-        app.unlocker.release()
+        app.unlocker.busy.release()
     if result.outcome == "wrong_passphrase":
         raise Fault(400, result.message)
     if result.outcome not in ("unlocked", "already_open", "up"):
@@ -1640,22 +1596,20 @@ def respond(app: App, received: Request | Fault, peer: str) -> Response:
 
 # ---- HTTP: what is said --------------------------------------------------------------
 # What is not plainly right is refused: a request that can be read in two ways can be
-# smuggled past a proxy. Every expression takes time that is linear in its input.
-# Sources: RFC 9110 and 9112.
+# smuggled past a proxy. Every expression takes linear time. Sources: RFC 9110, 9112.
 
 HEAD: Final = 16384  # bytes: the request line and the header fields
 FIELDS: Final = 100
 HOPS: Final = 16  # proxies in a row
-
 TOKEN: Final = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 AUTHORITY: Final = rb"(?:[\w.~-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?"
 PATH: Final = rb"/(?:[\w.~!$&'()*+,;=:@/-]|%[0-9A-Fa-f]{2})*"
 QUERY: Final = rb"\?(?:[\w.~!$&'()*+,;=:@/?-]|%[0-9A-Fa-f]{2})*"
 START: Final = re.compile(  # a path, or an absolute URL with or without one
-    rb"(%b+) (?:(?i:https?)://%b(?=[/? ])|(?=/))(%b)?(?:%b)? HTTP/1\.([01])"
+    rb"(%b+) (?:(?i:https?)://%b(?=[/? ])|(?=/))(%b)?(?:%b)? HTTP/1\.([01])\r\n"
     % (TOKEN, AUTHORITY, PATH, QUERY)
 )
-FIELD: Final = re.compile(rb"(%b+):([\t -~\x80-\xff]*)" % TOKEN)
+FIELD: Final = re.compile(rb"(%b+):([\t -~\x80-\xff]*)\r\n" % TOKEN)
 ONCE: Final = ("authorization", "content-length", "content-type", "host")
 
 
@@ -1670,41 +1624,35 @@ class Head(NamedTuple):
 
 
 def read_lines(file: io.BufferedReader) -> Iterator[bytes]:
-    """Read the lines of a head up to the empty one, without their ends.
-
-    Raises: Fault 400, 431.
-    """
+    """Read the lines of a head up to the empty one. Raises: Fault 431."""
     left = HEAD
-    if not re.match(TOKEN, file.peek(1)):  # it may be TLS, which has no lines
-        raise Fault(400, "The request line must be METHOD TARGET HTTP/1.1")
     while (line := file.readline(left)) != b"\r\n":
         left -= len(line)
         if not left:
             raise Fault(431, f"The head must have at most {HEAD} bytes")
-        if not line.endswith(b"\r\n"):
-            raise Fault(400, "Each line of the head must be complete, with CR LF")
-        yield line[:-2]
+        yield line
 
 
 def read_head(file: io.BufferedReader) -> Head:
     """Read a head and judge each line as it comes. Raises: Fault 400, 431, 501."""
     lines = read_lines(file)
-    start = START.fullmatch(next(lines))
+    # What begins otherwise may be TLS, which has no lines to wait for.
+    start = re.match(TOKEN, file.peek(1)) and START.fullmatch(next(lines))
     if not start:
         raise Fault(400, "The request line must be METHOD TARGET HTTP/1.1")
     fields: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         found = FIELD.fullmatch(line)
         if not found:
-            raise Fault(400, "A header field must be NAME: VALUE, on one line")
+            raise Fault(400, "A header field must be NAME: VALUE, and end with CR LF")
         name, value = found[1].decode().lower(), found[2].decode("latin-1").strip(" \t")
         if number > FIELDS:
             raise Fault(431, f"There must be at most {FIELDS} header fields")
         if name in fields and name in ONCE:
             raise Fault(400, "A header field is there twice, and must not be")
         fields[name] = f"{fields[name]}, {value}" if name in fields else value
-    modern = start[3] == b"1"
-    host = fields.get("host", "" if modern else "none").encode("latin-1")
+    method, path, version = start.groups()
+    host = fields.get("host", "" if version == b"1" else "none").encode("latin-1")
     if not re.fullmatch(AUTHORITY, host):
         raise Fault(400, "Host must be a name or an address, and maybe a port")
     if "transfer-encoding" in fields:
@@ -1712,9 +1660,8 @@ def read_head(file: io.BufferedReader) -> Head:
     length = fields.get("content-length", "0")
     if not re.fullmatch("0|[1-9][0-9]{0,17}", length):
         raise Fault(400, "Content-Length must be one decimal number")
-    waits = modern and fields.get("expect", "").lower() == "100-continue"
-    path = (start[2] or b"/").decode()
-    return Head(start[1].decode(), path, fields, int(length), waits)
+    waits = version == b"1" and fields.get("expect", "").lower() == "100-continue"
+    return Head(method.decode(), (path or b"/").decode(), fields, int(length), waits)
 
 
 def find_client(peer: str, forwarded: str, proxies: Sequence[Network]) -> str:
@@ -1733,16 +1680,12 @@ def read_request(
     body = file.read(head.length) if head.length <= BODY else None
     if body is not None and len(body) < head.length:
         raise Fault(400, "The request ended before it was complete")
+    now = time.monotonic()  # an attempt counts when it is complete
+    client = find_client(peer, head.fields.get("x-forwarded-for", ""), proxies)
     scheme, _, token = head.fields.get("authorization", "").partition(" ")
-    return Request(
-        method=head.method,
-        path=head.path,
-        client=find_client(peer, head.fields.get("x-forwarded-for", ""), proxies),
-        now=time.monotonic(),  # an attempt counts when it is complete
-        content_type=head.fields.get("content-type", ""),
-        token=token.strip(" ") if scheme.lower() == "bearer" else "",
-        body=body,
-    )
+    token = token.strip(" ") if scheme.lower() == "bearer" else ""
+    kind = head.fields.get("content-type", "")
+    return Request(head.method, head.path, client, now, kind, token, body)
 
 
 # ---- HTTP: the connections -----------------------------------------------------------
@@ -1757,22 +1700,17 @@ THREADS: Final = 64  # connections at a time: half a megabyte each at the worst
 PER_CLIENT: Final = 24  # of them, if it is no proxy that we trust; a browser opens 6
 STACK: Final = 512 << 10  # bytes for each thread; musl's 128 KiB are too few for json
 BACKLOG: Final = 4096  # connections that wait for their thread in the kernel
-DROP_SECONDS: Final = 0.05  # for the thread of a dropped connection to end
-EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-EXHAUSTED_SECONDS: Final = 0.05  # until the system may have a descriptor again
+DROP_SECONDS: Final = 0.05  # for a connection to end, which frees what it had
 
 
 def listen(where: Listen) -> socket.socket:
     """Open the port, for IPv4 too where it is IPv6's `::`. Raises: OSError."""
     host = where.host
-    everywhere = host == "::" and socket.has_dualstack_ipv6()
-    if host == "::" and not everywhere:
+    if host == "::" and not socket.has_dualstack_ipv6():
         host = "0.0.0.0"  # noqa: S104 - every address is what the user wants
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     tcp = socket.create_server(
-        (host, where.port),
-        family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-        backlog=BACKLOG,
-        dualstack_ipv6=everywhere,
+        (host, where.port), family=family, backlog=BACKLOG, dualstack_ipv6=host == "::"
     )
     # The kernel keeps a client that has said nothing so far: it takes no thread.
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, CLIENT_SECONDS)
@@ -1791,14 +1729,26 @@ def why_not_listening(where: Listen, error: OSError) -> str:
 
 
 class Incoming(io.RawIOBase):
-    """What a client sends, all of it by one deadline; a timeout is for each `recv`."""
+    """A connection; reads by one deadline, because a timeout is for each `recv`."""
 
-    def __init__(self, tcp: socket.socket, before: Callable[[], None]) -> None:
+    def __init__(self, server: "Server", tcp: socket.socket, name: str) -> None:
         super().__init__()
-        self._tcp = tcp
+        self._server, self._tcp = server, tcp
         self._ends = time.monotonic() + CLIENT_SECONDS
-        self._before = before  # is called before the client is waited for
-        self._begun = False
+        something_came = bool(select.select([tcp], [], [], 0)[0])
+        self._may_wait = bool(server.tls) or not something_came
+        self.name = name  # by which the connections of a client are counted
+        self.waits = False  # for the client, so that it may be dropped
+        self.answered = self.dropped = False  # dropped: hung up on, about to end
+
+    def mark(self, *, waits: bool, answered: bool = False, good: bool = False) -> None:
+        """Note its state. Raises: ConnectionAbortedError if it was dropped before."""
+        with self._server.lock:
+            if self.dropped:
+                raise ConnectionAbortedError
+            self.waits, self.answered = waits, answered
+            if good:  # a whole request came: its client's drops are forgotten
+                del self._server.drops[self.name]
 
     def readable(self) -> bool:
         """Tell that it can be read."""
@@ -1806,98 +1756,75 @@ class Incoming(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Read what there is. Raises: TimeoutError at the deadline; OSError."""
-        if self._begun:  # at first, something has come already
-            self._before()
-        self._begun = True
+        if self._may_wait:
+            self.mark(waits=True)
+        self._may_wait = True
         left = self._ends - time.monotonic()
         if left <= 0:
             raise TimeoutError
         self._tcp.settimeout(left)
-        return self._tcp.recv_into(buffer)
+        return self._tcp.recv_into(buffer)  # the first one of TLS shakes hands as well
 
 
 class Handler(BaseHTTPRequestHandler):
     """One connection: reads one request, answers it, and lets the client hang up."""
 
     server: "Server"
-    request: socket.socket
-    rfile: io.BufferedReader
-    wfile: io.BytesIO
     protocol_version = request_version = "HTTP/1.1"
+    command = ""  # the method, once it is known
 
-    def setup(self) -> None:
-        """Get ready to read, and to gather the answer."""
-        self.command = ""
-        wait_for = functools.partial(self.server.wait_for, self.request)
-        self.rfile = io.BufferedReader(Incoming(self.request, wait_for))
-        self.wfile = io.BytesIO()
-
-    def receive(self) -> Request | Fault:
-        """Read the request, or find out what is wrong with it. Raises: OSError."""
+    def answer(self, connection: Incoming, file: io.BufferedReader) -> Response:
+        """Read a request, and answer it or what is wrong with it. Raises: OSError."""
+        peer, proxies = self.client_address[0], self.server.app.config.proxies
         try:
-            head = read_head(self.rfile)
+            head = read_head(file)
             self.command = head.method
             if head.expects_continue and head.length <= BODY:
                 self.request.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-            proxies = self.server.app.config.proxies
-            return read_request(self.rfile, head, self.client_address[0], proxies)
+            received: Request | Fault = read_request(file, head, peer, proxies)
         except Fault as fault:
-            return fault.with_traceback(None)  # or garbage would pile up: a cycle
+            received = fault.with_traceback(None)  # or garbage would pile up: a cycle
         except TimeoutError:
-            return Fault(408, f"The request did not come within {CLIENT_SECONDS} s")
-
-    def write(self, response: Response) -> None:
-        """Send the whole answer at once. Raises: OSError."""
-        self.send_response_only(response.status)
-        for name, value in (
-            ("Date", self.date_time_string()),
-            ("Server", "waker"),
-            ("Connection", "close"),
-            ("Cache-Control", "no-store"),
-            ("X-Content-Type-Options", "nosniff"),
-            ("Content-Type", response.content_type),
-            ("Content-Length", str(len(response.body))),
-            *response.headers,
-        ):
-            self.send_header(name, value)
-        self.end_headers()
-        body = b"" if self.command == "HEAD" else response.body
-        self.request.settimeout(CLIENT_SECONDS)  # for all of it together
-        self.request.sendall(self.wfile.getvalue() + body)
-
-    def drain(self) -> None:
-        """Wait for the client to hang up: if we did, it might lose its answer."""
-        self.server.wait_for(self.request, answered=True)
-        ends, left = time.monotonic() + DRAIN_SECONDS, DRAIN
-        self.request.settimeout(DRAIN_SECONDS)
-        if self.server.tls:
-            with contextlib.suppress(OSError):  # it sends on, and takes no farewell
-                cast("ssl.SSLSocket", self.request).unwrap()
-        socket.socket.shutdown(self.request, socket.SHUT_WR)
-        while left > 0 and (chunk := socket.socket.recv(self.request, 4096)):
-            left -= len(chunk)
-            self.request.settimeout(max(ends - time.monotonic(), 0.001))
+            received = Fault(408, f"The request did not come within {CLIENT_SECONDS} s")
+        connection.mark(waits=False)
+        response = respond(self.server.app, received, peer)
+        connection.mark(waits=True, good=isinstance(received, Request))
+        return response
 
     def handle(self) -> None:
         """Answer one request, unless the client goes, or has to go, before that."""
+        connection = self.server.open[self.request]
+        file: io.BufferedReader = io.BufferedReader(connection)
         with contextlib.suppress(OSError):
+            if not file.peek(1):  # who comes and goes gets no word, nor a line
+                return
+            response = self.answer(connection, file)
+            self.wfile = written = io.BytesIO()
+            self.send_response_only(response.status)
+            self.send_header("Date", self.date_time_string())
+            self.send_header("Server", "waker")
+            self.send_header("Connection", "close")
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.send_header("Content-Type", response.content_type)
+            self.send_header("Content-Length", str(len(response.body)))
+            for name, value in response.headers:
+                self.send_header(name, value)
+            self.end_headers()
+            body = b"" if self.command == "HEAD" else response.body
+            self.request.settimeout(CLIENT_SECONDS)  # for the whole answer together
+            self.request.sendall(written.getvalue() + body)
+            # Now the client is to hang up: if we did, it might lose its answer.
+            connection.mark(waits=True, answered=True)
+            ends, left = time.monotonic() + DRAIN_SECONDS, DRAIN
+            self.request.settimeout(DRAIN_SECONDS)
             if self.server.tls:
-                self.server.wait_for(self.request)
-                self.request.settimeout(CLIENT_SECONDS)
-                cast("ssl.SSLSocket", self.request).do_handshake()
-            if self.rfile.peek(1):  # who comes and goes gets no word, nor a line
-                received, peer = self.receive(), self.client_address[0]
-                self.write(self.server.answer(self.request, peer, received))
-                self.drain()
-
-
-class Place:
-    """What the server knows of a connection."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name  # by which the connections of a client are counted
-        self.waits = False  # for the client, so that it may be dropped
-        self.answered = False
+                with contextlib.suppress(OSError):  # it sends on, and takes no farewell
+                    self.request.unwrap()
+            socket.socket.shutdown(self.request, socket.SHUT_WR)
+            while left > 0 and (chunk := socket.socket.recv(self.request, 4096)):
+                left -= len(chunk)
+                self.request.settimeout(max(ends - time.monotonic(), 0.001))
 
 
 class Server(ThreadingHTTPServer):
@@ -1910,129 +1837,87 @@ class Server(ThreadingHTTPServer):
     ) -> None:
         # HTTPServer would look up the name of our address, and wait for a dead DNS.
         socketserver.BaseServer.__init__(self, tcp.getsockname()[:2], Handler)
-        self.socket = tcp
-        self.app = app
-        self.tls = tls
-        self._free = threading.Semaphore(THREADS)
-        self._lock = threading.Lock()
-        self._open: dict[socket.socket, Place] = {}  # without those that were dropped
-        self._drops: Counter[str] = Counter()  # of each name, since its last request
+        self.socket, self.app, self.tls = tcp, app, tls
+        self.lock = threading.Condition()  # notified when a connection has ended
+        self.open: dict[socket.socket, Incoming] = {}  # each has a thread
+        self.drops: Counter[str] = Counter()  # of each name, since its last request
 
     def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
         """Let a client in. Raises: OSError, which the base class passes over."""
         try:
-            tcp, address = self.socket.accept()
-        except OSError as error:
-            if error.errno in EXHAUSTED:
-                time.sleep(EXHAUSTED_SECONDS)  # or this would be tried without a pause
+            tcp, (host, port, *_) = self.socket.accept()
+        except OSError:
+            time.sleep(DROP_SECONDS)  # or it would spin while descriptors are short
             raise
         tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self.tls:
+        if tls := self.tls:
             with contextlib.suppress(BlockingIOError):  # nothing has come so far
                 if tcp.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b"\x16":
                     tcp.close()
                     raise ConnectionAbortedError  # no TLS: that is not worth a thread
-            tcp = self.tls.wrap_socket(
-                tcp, server_side=True, do_handshake_on_connect=False
-            )
-        peer = str(address[0])
-        if "." in peer:  # an IPv4-mapped address counts as IPv4
-            peer = peer.rpartition(":")[2]
-        return tcp, (peer, address[1])
+            tcp = tls.wrap_socket(tcp, server_side=True, do_handshake_on_connect=False)
+        # An IPv4-mapped address counts as IPv4; a link-local one keeps its scope.
+        return tcp, (host.removeprefix("::ffff:"), port)
 
-    def _drop(self, tcps: Iterable[socket.socket]) -> None:
-        """Hang up on one of these connections, if any of them waits for its client.
+    def _drop(self, name: str = "") -> None:
+        """Hang up on a connection that waits for its client, of that name or of any.
 
         First goes one that has its answer; then one of the client that has the most;
         among equals, of one that was dropped most often, because attackers come back;
         among those any one: the oldest would often be an owner's who is far away.
         """
-        crowds = Counter(place.name for place in self._open.values())
+        crowds = Counter(c.name for c in self.open.values() if not c.dropped)
         ranks = {
-            tcp: (place.answered, crowds[place.name], self._drops[place.name])
-            for tcp in tcps
-            if (place := self._open[tcp]).waits
+            tcp: (c.answered, crowds[c.name], self.drops[c.name], secrets.randbits(32))
+            for tcp, c in self.open.items()
+            if c.waits and not c.dropped and name in ("", c.name)
         }
         if ranks:
-            worst = max(ranks.values())
-            goes = secrets.choice([tcp for tcp in ranks if ranks[tcp] == worst])
-            if len(self._drops) >= CLIENTS:
-                self._drops.clear()
-            self._drops[self._open.pop(goes).name] += 1
+            worst = max(ranks, key=ranks.__getitem__)
+            if len(self.drops) >= CLIENTS:
+                self.drops.clear()
+            self.drops[self.open[worst].name] += 1
+            self.open[worst].dropped = True
             with contextlib.suppress(OSError):  # it has gone already
                 # Not SSLSocket's own method: TLS would go on in plain text.
-                socket.socket.shutdown(goes, socket.SHUT_RDWR)
+                socket.socket.shutdown(worst, socket.SHUT_RDWR)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Give a connection a thread; where there are too many, drop another one."""
         trusted = within(client_address[0], self.app.config.proxies)
-        place = Place("" if trusted else counted_as(client_address[0]))
-        with self._lock:
-            own = [tcp for tcp in self._open if self._open[tcp].name == place.name]
-            if len(own) >= PER_CLIENT and not trusted:
-                self._drop(own)
-        patience = 0.0
-        while not self._free.acquire(timeout=patience):
-            with self._lock:
-                self._drop(self._open)
-            patience = DROP_SECONDS
-        with self._lock:
-            self._open[request] = place
+        name = "" if trusted else counted_as(client_address[0])
+        with self.lock:
+            own = [c for c in self.open.values() if c.name == name and not c.dropped]
+            if name and len(own) >= PER_CLIENT:
+                self._drop(name)
+            while len(self.open) >= THREADS:
+                self._drop()
+                self.lock.wait(DROP_SECONDS)
+            self.open[request] = Incoming(self, request, name)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         """Hang up, and free the thread's place: every connection ends here."""
         super().shutdown_request(request)
-        with self._lock:
-            self._open.pop(request, None)
-        self._free.release()
-
-    def wait_for(self, tcp: socket.socket, *, answered: bool = False) -> None:
-        """Let a connection be dropped from now on.
-
-        Raises: ConnectionAbortedError if it was dropped before.
-        """
-        with self._lock:
-            if tcp not in self._open:
-                raise ConnectionAbortedError
-            self._open[tcp].waits, self._open[tcp].answered = True, answered
-
-    def answer(
-        self, tcp: socket.socket, peer: str, received: Request | Fault
-    ) -> Response:
-        """Answer a request; meanwhile its connection is not dropped.
-
-        Raises: ConnectionAbortedError if it was dropped before.
-        """
-        with self._lock:
-            place = self._open.get(tcp)
-            if not place:
-                raise ConnectionAbortedError
-            place.waits = False
-        response = respond(self.app, received, peer)
-        with self._lock:
-            if isinstance(received, Request):
-                del self._drops[place.name]
-            place.waits = True
-        return response
+        with self.lock:
+            self.open.pop(request, None)
+            self.lock.notify()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Log a bug of ours."""
-        error = sys.exception()
-        if error:
+        if error := sys.exception():
             LOG.error("%s", describe_bug(error))
 
     def stop(self) -> None:
         """Listen no more, and return when every running request has its answer."""
         self.socket.shutdown(socket.SHUT_RDWR)  # this wakes `serve_forever`
         self.shutdown()
-        with self._lock:
-            for tcp, place in list(self._open.items()):
-                if place.waits and not place.answered:
-                    del self._open[tcp]
-                if place.waits:  # the thread reads no more, but writes on
-                    with contextlib.suppress(OSError):
-                        socket.socket.shutdown(tcp, socket.SHUT_RD)
+        with self.lock:
+            for tcp, connection in self.open.items():
+                if connection.waits:
+                    connection.dropped = True
+                with contextlib.suppress(OSError):  # it reads no more, but writes on
+                    socket.socket.shutdown(tcp, socket.SHUT_RD)
         self.server_close()
 
 
@@ -2275,7 +2160,7 @@ def unlock_once(machine: Machine, seconds: int) -> Result:
         else:
             with os.fdopen(0, "rb", closefd=False) as stdin:
                 text = stdin.read().decode().removesuffix("\n")
-        passphrase = Passphrase.parse(text)
+        passphrase = Passphrase(text)
     except (ValueError, OSError, EOFError, KeyboardInterrupt):
         reason = "a passphrase has 1 to 512 bytes of UTF-8 and no control character"
         return Result.of(Outcome.ERROR, reason, sent=False)

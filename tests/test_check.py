@@ -8,6 +8,7 @@ import sys
 import venv
 from collections.abc import Mapping
 from functools import partial
+from ipaddress import IPv4Address
 from pathlib import Path
 
 import pytest
@@ -207,8 +208,7 @@ def test_every_fault_of_the_configuration_is_a_line(lab: Homelab) -> None:
     assert (ended.returncode, ended.stderr) == (78, "")
     assert ended.stdout == (
         "WRONG  configuration  WAKER_PIN must be 8 to 128 characters\n"
-        "WRONG  configuration  WAKER_LISTEN must be an address and a port such as"
-        " 127.0.0.1:8080\n"
+        "WRONG  configuration  WAKER_LISTEN must be address and port: 127.0.0.1:8080\n"
     )
 
 
@@ -351,7 +351,7 @@ def test_the_way_of_the_packet_is_told_and_none_is_sent(
             ("192.168.77.20", "10.7.7.255", "198.51.100.2", far),
         ):
             there = config.machine._replace(host=host)
-            asked = config._replace(machine=there, broadcast=broadcast)
+            asked = config._replace(machine=there, broadcast=IPv4Address(broadcast))
             told = f"would leave from {source} to {broadcast}{more}"
             found = router.run(partial(waker.check_packet, asked))
             verdict = "-" if more else "ok"

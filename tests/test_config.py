@@ -62,7 +62,7 @@ def test_the_defaults_are_those_of_the_interface(
     optional = ("BROADCAST", "INITRD_SSH_PORT", "SYSTEM_SSH_PORT", "SSH_KEY")
     values = {n: v for n, v in good.items() if not n.endswith(optional)}
     config = waker.read_config(values, tmp_path)
-    assert config.broadcast == "255.255.255.255"
+    assert str(config.broadcast) == "255.255.255.255"
     assert config.packet_port == 9
     assert config.unlock_seconds == 90
     assert config.name == config.machine.host == "127.0.0.1"
@@ -100,7 +100,7 @@ def test_all_faults_are_told_together_with_the_remedy(tmp_path: Path) -> None:
         "WAKER_HOMELAB_BROADCAST must be an IPv4 address",
         "WAKER_HOMELAB_NAME must be a name of at most 64 characters",
         "WAKER_PIN must be 8 to 128 characters",
-        "WAKER_LISTEN must be an address and a port such as 127.0.0.1:8080",
+        "WAKER_LISTEN must be address and port: 127.0.0.1:8080",
         f"WAKER_SSH_KEY {tmp_path}/ssh_key is missing or empty",
     ]
 
@@ -272,7 +272,7 @@ def test_a_name_is_refused_with_the_address_that_it_has(
     ("values", "words"),
     [
         ({"WAKER_INITRD": "systemd", "WAKER_INITRD_SSH_PORT": "22"}, "must differ"),
-        ({"WAKER_HOMELAB_HOST": "2001:db8::1"}, "WAKER_HOMELAB_BROADCAST must be the"),
+        ({"WAKER_HOMELAB_HOST": "2001:db8::1"}, "WAKER_HOMELAB_BROADCAST must be set"),
         ({"WAKER_TLS_CERT": "cert.pem"}, "must both be set"),
         ({"WAKER_TLS_KEY": "key.pem"}, "must both be set"),
     ],

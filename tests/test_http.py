@@ -722,11 +722,16 @@ def test_https_is_tls_1_2_or_later(https: Daemon, certificate: Certificate) -> N
 def test_tls_has_one_curve_and_no_cbc(https: Daemon) -> None:
     """One hello for the group ffdhe8192 would cost 100 ms of CPU."""
     address = f"{https.client.host}:{https.client.port}"
+    curve, other = "X25519", "P-256"
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).set_ecdh_curve(curve)
+    except ssl.SSLError:  # Python 3.11.2, as in Debian 12
+        curve, other = other, curve
     for options, status in (
-        ("-groups X25519", 0),
-        ("-groups ffdhe8192:X25519", 0),
+        (f"-groups {curve}", 0),
+        (f"-groups ffdhe8192:{curve}", 0),
         ("-groups ffdhe8192", 1),
-        ("-groups P-256", 1),
+        (f"-groups {other}", 1),
         ("-tls1_2 -cipher ECDHE-ECDSA-AES128-GCM-SHA256", 0),
         ("-tls1_2 -cipher ECDHE-ECDSA-AES128-SHA256", 1),
     ):

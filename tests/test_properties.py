@@ -151,7 +151,7 @@ def test_whatever_is_forwarded_the_client_is_an_address(forwarded: str) -> None:
 
 @pytest.mark.parametrize(
     "parser",
-    [waker.Mac.parse, waker.Listen.parse, waker.HostKey.parse, waker.Passphrase.parse],
+    [waker.Mac.parse, waker.Listen.parse, waker.HostKey.parse, waker.Passphrase],
 )
 @given(st.text() | st.from_regex(r"([0-9A-F]{2}[:-]){5}[0-9a-f]{2}|\[?[0-9.:]+\]?:9"))
 def test_a_setting_is_refused_or_means_what_it_says(parser: Any, text: str) -> None:

@@ -68,7 +68,7 @@ def test_no_secret_is_in_a_repr(config: waker.Config) -> None:
         config.pin,
         app.attempts,
         app.tokens,
-        waker.Passphrase.parse(SECRET),
+        waker.Passphrase(SECRET),
         waker.reply({"token": token}),
     )
     for text in map(repr, objects):

@@ -237,7 +237,7 @@ def test_a_start_that_finds_no_thread_leaves_room_for_the_next_one(
     owner: Client,
 ) -> None:
     assert owner.app
-    passphrase = waker.Passphrase.parse(PASSPHRASE)
+    passphrase = waker.Passphrase(PASSPHRASE)
     usual = threading.stack_size(1 << 46)  # bytes, which nobody has
     try:
         with pytest.raises(waker.Fault) as fault:
@@ -365,9 +365,9 @@ def test_what_is_cancelled_before_its_process_begins_sends_nothing(
     client, server = initrd(Disks({"d": PASSPHRASE}))
     unlocker = client.app.unlocker
     unlocker.claim()
-    unlocker.cancel()
-    outcome = unlocker.run(waker.Passphrase.parse(PASSPHRASE))
-    unlocker.release()
+    unlocker.cancelled.set()
+    outcome = unlocker.run(waker.Passphrase(PASSPHRASE))
+    unlocker.busy.release()
     assert outcome.message.endswith(NOT_SENT)
     assert server.received() == []
 
