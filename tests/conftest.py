@@ -169,12 +169,21 @@ def new_app(
 
 @contextlib.contextmanager
 def running(
-    config: waker.Config, app: waker.App | None = None, port: int = 0
+    config: waker.Config,
+    app: waker.App | None = None,
+    port: int = 0,
+    *,
+    defers: bool = True,
 ) -> Iterator[Client]:
-    """Run the daemon in this process; port 0 is any free one."""
+    """Run the daemon in this process; port 0 is any free one.
+
+    If it `defers`, the kernel holds back for a while who connects and says nothing.
+    """
     config = config._replace(listen=waker.Listen("127.0.0.1", port))
     app = (app or new_app(config))._replace(config=config)
     tcp = waker.listen(config.listen)
+    if not defers:
+        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 0)
     server = waker.Server(app, tcp)
     threading.Thread(target=server.serve_forever, args=(None,)).start()
     try:

@@ -453,6 +453,18 @@ def test_what_takes_time_keeps_nobody_else_waiting(owner: Client) -> None:
         assert time.monotonic() - began < 3 * waker.KNOCK_SECONDS
 
 
+def test_who_is_silent_keeps_nobody_waiting(config: waker.Config) -> None:
+    """Neither one address with many connections, nor many with one each."""
+    crowd = [f"127.1.0.{place}" for place in range(1, 101)]
+    with running(config, defers=False) as api, contextlib.ExitStack() as stack:
+        for sources in (["127.0.0.1"] * 40, crowd):
+            silent = [stack.enter_context(knock(api, at, b"")) for at in sources]
+            began = time.monotonic()
+            assert api.call("GET", "/").status == 200
+            assert time.monotonic() - began < waker.CLIENT_SECONDS / 5
+            assert 0 < sum(map(is_open, silent)) < waker.THREADS
+
+
 def test_a_few_clients_cannot_keep_others_out(api: Client) -> None:
     """Not even those who come later, and often, while an honest one is slow."""
     with contextlib.ExitStack() as stack:
