@@ -1256,8 +1256,7 @@ def printable(text: str) -> str:
 class LogHandler(logging.Handler):
     """Writes each event as one line of printable ASCII to standard error.
 
-    A line that would have to wait is dropped: a log that nobody reads must not stop the
-    daemon. O_NONBLOCK would do as much, but also at the other end of the pipe.
+    A line that would have to wait is dropped, or a log that nobody reads would stop us.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -1701,6 +1700,7 @@ PER_CLIENT: Final = 24  # of them, if it is no proxy that we trust; a browser op
 STACK: Final = 512 << 10  # bytes for each thread; musl's 128 KiB are too few for json
 BACKLOG: Final = 4096  # connections that wait for their thread in the kernel
 DROP_SECONDS: Final = 0.05  # for a connection to end, which frees what it had
+RETURN_SECONDS: Final = 3  # after a drop: who comes back so soon may have to go again
 
 
 def listen(where: Listen) -> socket.socket:
@@ -1738,17 +1738,17 @@ class Incoming(io.RawIOBase):
         something_came = bool(select.select([tcp], [], [], 0)[0])
         self._may_wait = bool(server.tls) or not something_came
         self.name = name  # by which the connections of a client are counted
+        dropped = server.drops.get(name, -math.inf)
+        self.returned = time.monotonic() < dropped + RETURN_SECONDS
         self.waits = False  # for the client, so that it may be dropped
         self.answered = self.dropped = False  # dropped: hung up on, about to end
 
-    def mark(self, *, waits: bool, answered: bool = False, good: bool = False) -> None:
+    def mark(self, *, waits: bool, answered: bool = False) -> None:
         """Note its state. Raises: ConnectionAbortedError if it was dropped before."""
         with self._server.lock:
             if self.dropped:
                 raise ConnectionAbortedError
             self.waits, self.answered = waits, answered
-            if good:  # a whole request came: its client's drops are forgotten
-                del self._server.drops[self.name]
 
     def readable(self) -> bool:
         """Tell that it can be read."""
@@ -1787,9 +1787,7 @@ class Handler(BaseHTTPRequestHandler):
         except TimeoutError:
             received = Fault(408, f"The request did not come within {CLIENT_SECONDS} s")
         connection.mark(waits=False)
-        response = respond(self.server.app, received, peer)
-        connection.mark(waits=True, good=isinstance(received, Request))
-        return response
+        return respond(self.server.app, received, peer)
 
     def handle(self) -> None:
         """Answer one request, unless the client goes, or has to go, before that."""
@@ -1813,6 +1811,7 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
             body = b"" if self.command == "HEAD" else response.body
             self.request.settimeout(CLIENT_SECONDS)  # for the whole answer together
+            connection.mark(waits=True)
             self.request.sendall(written.getvalue() + body)
             # Now the client is to hang up: if we did, it might lose its answer.
             connection.mark(waits=True, answered=True)
@@ -1822,9 +1821,9 @@ class Handler(BaseHTTPRequestHandler):
                 with contextlib.suppress(OSError):  # it sends on, and takes no farewell
                     self.request.unwrap()
             socket.socket.shutdown(self.request, socket.SHUT_WR)
-            while left > 0 and (chunk := socket.socket.recv(self.request, 4096)):
-                left -= len(chunk)
-                self.request.settimeout(max(ends - time.monotonic(), 0.001))
+            while left > 0 and (seconds := ends - time.monotonic()) > 0:
+                self.request.settimeout(seconds)
+                left -= len(socket.socket.recv(self.request, 4096)) or left
 
 
 class Server(ThreadingHTTPServer):
@@ -1840,7 +1839,7 @@ class Server(ThreadingHTTPServer):
         self.socket, self.app, self.tls = tcp, app, tls
         self.lock = threading.Condition()  # notified when a connection has ended
         self.open: dict[socket.socket, Incoming] = {}  # each has a thread
-        self.drops: Counter[str] = Counter()  # of each name, since its last request
+        self.drops: dict[str, float] = {}  # when a name was dropped; monotonic seconds
 
     def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
         """Let a client in. Raises: OSError, which the base class passes over."""
@@ -1863,24 +1862,24 @@ class Server(ThreadingHTTPServer):
         """Hang up on a connection that waits for its client, of that name or of any.
 
         First goes one that has its answer; then one of the client that has the most;
-        among equals, of one that was dropped most often, because attackers come back;
-        among those any one: the oldest would often be an owner's who is far away.
+        among equals, if many have returned soon after a drop, one of those; or else any
+        one: the oldest would often be an owner's who is far away, or tries again.
         """
+        many = sum(c.returned for c in self.open.values()) > THREADS // 8
         crowds = Counter(c.name for c in self.open.values() if not c.dropped)
         ranks = {
-            tcp: (c.answered, crowds[c.name], self.drops[c.name], secrets.randbits(32))
+            tcp: (c.answered, crowds[c.name], many and c.returned, secrets.randbits(32))
             for tcp, c in self.open.items()
             if c.waits and not c.dropped and name in ("", c.name)
         }
         if ranks:
-            worst = max(ranks, key=ranks.__getitem__)
+            tcp = max(ranks, key=ranks.__getitem__)
+            self.open[tcp].dropped = True
             if len(self.drops) >= CLIENTS:
                 self.drops.clear()
-            self.drops[self.open[worst].name] += 1
-            self.open[worst].dropped = True
-            with contextlib.suppress(OSError):  # it has gone already
-                # Not SSLSocket's own method: TLS would go on in plain text.
-                socket.socket.shutdown(worst, socket.SHUT_RDWR)
+            self.drops[self.open[tcp].name] = time.monotonic()
+            with contextlib.suppress(OSError):  # SSLSocket's would go on in plain text
+                socket.socket.shutdown(tcp, socket.SHUT_RDWR)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Give a connection a thread; where there are too many, drop another one."""
@@ -1918,7 +1917,8 @@ class Server(ThreadingHTTPServer):
                     connection.dropped = True
                 with contextlib.suppress(OSError):  # it reads no more, but writes on
                     socket.socket.shutdown(tcp, socket.SHUT_RD)
-        self.server_close()
+        with contextlib.suppress(RuntimeError):  # of a thread that could not start
+            self.server_close()
 
 
 # ---- The page ------------------------------------------------------------------------

@@ -397,7 +397,7 @@ def test_there_are_64_connections_in_all(started: Daemon) -> None:
         assert sum(map(is_open, many)) == waker.THREADS - 1
 
 
-def test_who_comes_back_goes_before_who_is_new(api: Client) -> None:
+def test_many_who_come_back_go_before_who_is_new(api: Client) -> None:
     """Or an owner who is far away would have to go while the request is under way.
 
     By chance alone, an owner would stay in three cases of five.
@@ -413,6 +413,32 @@ def test_who_comes_back_goes_before_who_is_new(api: Client) -> None:
             stayed += is_open(owner)
             owner.close()
     assert stayed > 16
+
+
+def test_who_tries_again_among_many_who_are_new_is_not_kept_out(api: Client) -> None:
+    """An owner stays by chance in six turns of seven, after a drop as well."""
+    stayed = 0
+    with contextlib.ExitStack() as stack:
+        half_requests(stack, api, [f"127.1.0.{place}" for place in range(1, 101)])
+        for turn in range(30):
+            (owner,) = half_requests(stack, api, ["127.2.0.1"])
+            new = [f"127.3.{turn}.{place}" for place in range(1, 11)]
+            half_requests(stack, api, new)
+            assert api.call("GET", "/").status == 200  # so all of them were let in
+            stayed += is_open(owner)
+            owner.close()
+    assert stayed > 14
+
+
+def test_who_goes_on_sending_after_the_answer_has_two_seconds(started: Daemon) -> None:
+    with knock(started.client, "127.0.0.1", GET + b"\r\n") as tcp:
+        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        assert tcp.recv(1)
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionError):  # it is hung up on
+            while time.monotonic() < began + 2 * waker.DRAIN_SECONDS:
+                tcp.sendall(b"x")
+    assert time.monotonic() - began < waker.DRAIN_SECONDS + 0.5
 
 
 def test_who_is_being_answered_is_never_turned_away(owner: Client) -> None:
@@ -560,6 +586,16 @@ def test_without_a_thread_it_hangs_up_and_goes_on(api: Client) -> None:
     finally:
         threading.stack_size(usual)
     assert api.call("GET", "/").status == 200
+
+
+def test_it_stops_although_the_last_client_got_no_thread(config: waker.Config) -> None:
+    with running(config) as api:
+        usual = threading.stack_size(1 << 46)
+        try:
+            with pytest.raises(ConnectionError):
+                api.call("GET", "/")
+        finally:
+            threading.stack_size(usual)
 
 
 def test_a_log_that_nobody_reads_stops_nothing(started: Daemon) -> None:

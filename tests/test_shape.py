@@ -178,7 +178,7 @@ def test_only_what_waits_reads_the_clock() -> None:
     assert users(r"\btime\.(?!sleep|strftime|gmtime)\w+\(") == {
         *("knock", "Command", "confirm", "end_of", "converse", "unlock", "Unlocker"),
         "Starter",
-        *("Incoming", "read_request", "Handler", "unlock_once"),
+        *("Incoming", "read_request", "Handler", "Server", "unlock_once"),
     }
 
 
