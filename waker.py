@@ -500,7 +500,7 @@ def find_conflicts(parsed: Mapping[str, object]) -> Iterator[str]:
         yield "WAKER_INITRD_SSH_PORT must differ from WAKER_SYSTEM_SSH_PORT for systemd"
     limited = get("WAKER_HOMELAB_BROADCAST") == LIMITED_BROADCAST
     if limited and ":" in str(get("WAKER_HOMELAB_HOST")):
-        yield "WAKER_HOMELAB_BROADCAST must be set, because WAKER_HOMELAB_HOST is IPv6"
+        yield "WAKER_HOMELAB_BROADCAST must be your network's, for a machine with IPv6"
     if (get("WAKER_TLS_CERT") is None) != (get("WAKER_TLS_KEY") is None):
         yield "WAKER_TLS_CERT and WAKER_TLS_KEY must both be set"
     for name, path in parsed.items():
@@ -1587,7 +1587,7 @@ def respond(app: App, received: Request | Fault, peer: str) -> Response:
         return dispatch(app, received)
     except Fault as fault:
         return refuse(app, fault, what, received.client)
-    except Exception as error:  # noqa: BLE001 - no bug may leave a client without answer
+    except Exception as error:  # noqa: BLE001 - a client gets an answer all the same
         LOG.error("%s", describe_bug(error))
         bug = Fault(500, "Internal error; the log tells where")
         return refuse(app, bug, what, received.client)
@@ -1823,7 +1823,7 @@ class Handler(BaseHTTPRequestHandler):
             socket.socket.shutdown(self.request, socket.SHUT_WR)
             while left > 0 and (seconds := ends - time.monotonic()) > 0:
                 self.request.settimeout(seconds)
-                left -= len(socket.socket.recv(self.request, 4096)) or left
+                left -= len(socket.socket.recv(self.request, 4096)) or left  # its end
 
 
 class Server(ThreadingHTTPServer):
@@ -1862,8 +1862,8 @@ class Server(ThreadingHTTPServer):
         """Hang up on a connection that waits for its client, of that name or of any.
 
         First goes one that has its answer; then one of the client that has the most;
-        among equals, if many have returned soon after a drop, one of those; or else any
-        one: the oldest would often be an owner's who is far away, or tries again.
+        then, where many have returned soon after a drop, one of those: where few have,
+        one may be the owner. Else any one: the oldest is often an owner's, far away.
         """
         many = sum(c.returned for c in self.open.values()) > THREADS // 8
         crowds = Counter(c.name for c in self.open.values() if not c.dropped)

@@ -272,7 +272,7 @@ def test_a_name_is_refused_with_the_address_that_it_has(
     ("values", "words"),
     [
         ({"WAKER_INITRD": "systemd", "WAKER_INITRD_SSH_PORT": "22"}, "must differ"),
-        ({"WAKER_HOMELAB_HOST": "2001:db8::1"}, "WAKER_HOMELAB_BROADCAST must be set"),
+        ({"WAKER_HOMELAB_HOST": "2001:db8::1"}, "WAKER_HOMELAB_BROADCAST must be your"),
         ({"WAKER_TLS_CERT": "cert.pem"}, "must both be set"),
         ({"WAKER_TLS_KEY": "key.pem"}, "must both be set"),
     ],
