@@ -3,7 +3,6 @@
 import contextlib
 import http.client
 import json
-import logging
 import os
 import resource
 import shutil
@@ -44,8 +43,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "waker", max_examples=examples, deadline=None, database=None
     )
     hypothesis.settings.load_profile("waker")
-    waker.LOG.propagate = False  # what a daemon in this process logs is not looked at
-    waker.LOG.addHandler(logging.NullHandler())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -150,7 +147,7 @@ class Client:
     def attempts(self) -> list[float]:
         """Look up when attempts were counted, all of one address."""
         assert self.app
-        (times,) = self.app.attempts._times.values()
+        (times,) = self.app.gate._times.values()
         return list(times)
 
     def log_in(self, pin: str = PIN) -> "Client":
@@ -160,11 +157,9 @@ class Client:
         return self
 
 
-def new_app(
-    config: waker.Config, environment: Mapping[str, str] = os.environ
-) -> waker.App:
+def new_app(config: waker.Config) -> waker.App:
     """Put the daemon's parts together."""
-    return waker.make_app(config, environment, Path(PROGRAM))
+    return waker.App(config, Path(PROGRAM))
 
 
 @contextlib.contextmanager
@@ -179,8 +174,9 @@ def running(
 
     If it `defers`, the kernel holds back for a while who connects and says nothing.
     """
-    config = config._replace(listen=waker.Listen("127.0.0.1", port))
-    app = (app or new_app(config))._replace(config=config)
+    config = config._replace(listen=("127.0.0.1", port))
+    app = app or new_app(config)
+    app.config = config
     tcp = waker.listen(config.listen)
     if not defers:
         tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 0)
@@ -190,7 +186,10 @@ def running(
         yield Client(int(tcp.getsockname()[1]), app=app)
     finally:
         server.stop()
-        app.starter.stop()
+        with contextlib.suppress(waker.Fault):
+            app.starter.cancel()
+        with app.unlocker.busy:
+            pass  # it has ended
 
 
 @dataclass
@@ -274,7 +273,7 @@ def daemon(
     if "listens on" not in log[0]:
         process.kill()
         raise RuntimeError(log[0] + process.communicate()[1])
-    started = Daemon(process, Client(int(log[0].rpartition(":")[2])), log)
+    started = Daemon(process, Client(int(log[0].split()[-1])), log)
     try:
         yield started
     finally:

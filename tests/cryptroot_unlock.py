@@ -31,6 +31,7 @@ class Disks:
     mute: bool = False  # the command hangs before it asks
     lingers: bool = False  # the command takes its time to end
     slow: float = 0  # seconds that a key derivation takes
+    wordless: bool = False  # the command ends well, and says nothing of the answer
     gives_up: bool = False  # the command does not wait for the end of a derivation
     dies: str = ""  # power is lost `before` it asks, or `after` it was answered
     received: list[str] = field(default_factory=list)  # every answer, in hex
@@ -80,6 +81,8 @@ def cryptroot_unlock(
     disks.received.append(given.hex())
     disks.save(path)
     time.sleep(disks.slow)
+    if disks.wordless:
+        return 0
     text, status = try_passphrase(disks, name, given)
     if disks.gives_up:
         text, status = "Error: Timeout reached while waiting for PID 321.\n", 1

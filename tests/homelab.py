@@ -10,8 +10,6 @@ Run as a program it adds the daemon, and tells how to use both:
 """
 
 import contextlib
-import logging
-import os
 import socket
 import sys
 import tempfile
@@ -321,9 +319,7 @@ def main() -> int:
         print(f"passphrase  {passphrase}")
         print("End with ^C. What follows is the daemon's log.", flush=True)
         program = Path(waker.__file__)
-        waker.LOG.setLevel(logging.INFO)
-        waker.LOG.addHandler(waker.LogHandler())
-        app = waker.make_app(config, os.environ, program)
+        app = waker.App(config, program)
         status = waker.serve(app)
         machine.close()
     return status

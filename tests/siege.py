@@ -317,7 +317,7 @@ MACHINE = {
     "WAKER_HOMELAB_HOST": "127.0.0.1",
     "WAKER_PIN": PIN,
 }
-LIMIT = ("prlimit", "--nofile=1024")
+LIMIT = ("prlimit", "--nofile=1024", "env", "MALLOC_ARENA_MAX=2")  # as in the unit
 
 
 def near(attack: Attack) -> Figures:
@@ -439,7 +439,7 @@ def read_head(head: bytes) -> None:
     """Read as the daemon does."""
     file: io.BufferedReader = io.BufferedReader(io.BytesIO(head + b"\r\n\r\n"))
     proxies = waker.parse_networks("10.0.0.0/8")
-    waker.read_request(file, waker.read_head(file), "10.0.0.1", proxies)
+    waker.read_request(file, "10.0.0.1", proxies)
 
 
 def read_body(body: bytes) -> None:

@@ -92,18 +92,11 @@ def unlock_in_background(client: Client) -> tuple[threading.Thread, list[object]
 def test_it_says_where_it_listens_and_stops_on_sigterm(lab: Homelab) -> None:
     with daemon(lab.settings()) as started:
         assert re.fullmatch(
-            rf"waker {re.escape(waker.__version__)} listens on 127\.0\.0\.1:\d+\n",
+            rf"waker {re.escape(waker.__version__)} listens on port \d+\n",
             started.log[0],
         )
         assert started.stop() == 0
     assert started.log[1:] == ["stopping"]
-
-
-def test_a_host_key_that_is_not_pinned_is_told_at_the_start(lab: Homelab) -> None:
-    with daemon(lab.settings() | {"WAKER_SSH_HOST_KEY": ""}) as started:
-        assert started.stop() == 0
-    text = "WAKER_SSH_HOST_KEY is not set: waker will refuse to unlock"
-    assert started.log[1:] == [text, "stopping"]
 
 
 def test_sigint_stops_it_as_well(lab: Homelab) -> None:
@@ -130,17 +123,17 @@ def test_every_address_is_listened_on_for_both_families(
 
 def test_a_port_in_use_is_told_with_the_setting() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        port = taken.getsockname()[1]
         settings = {
             "WAKER_PIN": PIN,
             "WAKER_HOMELAB_HOST": "127.0.0.1",
-            "WAKER_LISTEN": listen,
+            "WAKER_LISTEN": f"127.0.0.1:{port}",
         } | MAC
         ended = run_waker(settings=settings)
     assert ended.returncode == 1
     assert ended.stderr == (
-        f"WAKER_LISTEN {listen}: Address already in use; end the program that has this"
-        " port, or take another one\n"
+        "WAKER_LISTEN: Address already in use (while attempting to bind on address"
+        f" ('127.0.0.1', {port}))\n"
     )
 
 
@@ -156,24 +149,21 @@ def test_a_page_that_is_missing_is_told_with_its_path(
     )
     page = tmp_path / "ui.html"
     assert ended.returncode == 78
-    assert ended.stderr == (
-        f"the page {page}: No such file or directory; it belongs beside waker.py;"
-        " `make dist` makes one file of both\n"
-    )
+    assert ended.stderr == f"the page {page}: No such file or directory\n"
     page.write_text("<title>another page</title>")
     ended = subprocess.run(
         command, env=settings, capture_output=True, text=True, check=False
     )
-    assert ended.stderr == "ui.html is not the page of waker\n"
+    assert ended.stderr == "ui.html is damaged; reinstall it\n"
 
 
 def test_version_and_help_need_no_configuration() -> None:
     version = run_waker("--version")
     assert (version.returncode, version.stdout) == (0, f"waker {waker.__version__}\n")
     told = run_waker("--help").stdout
-    for setting in waker.SETTINGS:
-        assert setting.name in told
-        assert setting.right in told
+    for name, _, _, right in waker.SETTINGS:
+        assert name in told
+        assert right in told
 
 
 def test_an_unknown_command_is_refused() -> None:
@@ -267,7 +257,6 @@ def test_a_machine_without_paramiko_still_wakes_and_watches(
     assert answer.error == (
         f"Failed to unlock: {waker.NO_PARAMIKO}. The passphrase was not sent."
     )
-    assert started.log[1] == f"waker cannot unlock: {waker.NO_PARAMIKO}"
 
 
 def test_the_daemon_never_imports_paramiko(tmp_path: Path) -> None:
@@ -299,7 +288,7 @@ def test_the_log_has_a_line_for_every_event_that_matters(
         "ip=127.0.0.1 PIN accepted",
         "ip=127.0.0.1 refused a request: 400"
         " The request line must be METHOD TARGET HTTP/1.1",
-        "ip=127.0.0.1 refused GET /a%1b'b: 404 There is nothing at this path",
+        "ip=127.0.0.1 refused GET /a%1b'b: 404 No such path",
         *["ip=127.0.0.1 refused POST /api/auth: 401 Wrong PIN"] * 8,
         started.log[-2],
         "stopping",
@@ -339,15 +328,15 @@ def test_unlock_by_hand_refuses_an_impossible_passphrase(
         assert initrd.received() == []
     assert ended.returncode == 1
     outcome = waker.Result(**json.loads(ended.stdout))
-    assert outcome.message.startswith("a passphrase has 1 to 512 bytes of UTF-8")
+    assert outcome.message.startswith("a passphrase is 1 to 512 bytes of UTF-8")
 
 
 def test_unlock_by_hand_tells_its_configuration_faults() -> None:
     ended = run_waker("unlock", settings={"WAKER_INITRD_SSH_PORT": "x"}, given="p")
-    outcome = waker.Result(**json.loads(ended.stdout))
-    assert outcome.message.startswith("WAKER_HOMELAB_HOST is not set; it must be")
-    assert "; WAKER_INITRD_SSH_PORT must be" in outcome.message
-    assert ended.returncode == 78
+    assert (ended.returncode, ended.stdout) == (78, "")
+    first, second = ended.stderr.splitlines()
+    assert first.startswith("WAKER_HOMELAB_HOST is not set; it must be")
+    assert second.startswith("WAKER_INITRD_SSH_PORT must be")
 
 
 def test_unlock_by_hand_takes_a_line(tmp_path: Path) -> None:
@@ -377,7 +366,7 @@ def test_unlock_by_hand_can_be_given_up_at_the_prompt(
             printed, complaints = child.communicate(timeout=60)
     os.close(ours)
     os.close(its)
-    assert json.loads(printed)["message"].startswith("a passphrase has 1 to 512 bytes")
+    assert json.loads(printed)["message"].startswith("a passphrase is 1 to 512 bytes")
     assert (child.returncode, complaints) == (1, "")
 
 
@@ -394,7 +383,7 @@ def test_unlock_by_hand_without_any_input_says_what_it_takes(
         check=False,
     )
     message = json.loads(ended.stdout)["message"]
-    assert message.startswith("a passphrase has 1 to 512 bytes of UTF-8")
+    assert message.startswith("a passphrase is 1 to 512 bytes of UTF-8")
     assert (ended.returncode, ended.stderr) == (1, "")
 
 

@@ -25,7 +25,7 @@ import waker
 
 SCRIPTS = Path(__file__).with_name("initrds")
 SYSTEMD = waker.parse_dialect("systemd")
-UNCONFIRMED = "not confirmed: there was no verdict after the passphrase was sent; "
+UNCONFIRMED = "not confirmed: no answer came after the passphrase was sent; "
 
 
 @dataclass
@@ -155,8 +155,10 @@ def test_systemd_tells_a_wrong_passphrase_and_warns(tmp_path: Path) -> None:
     with systemd(tmp_path, {"root": PASSPHRASE}) as initrd:
         outcome = unlock(initrd.machine, "wrong")
         assert outcome.outcome == "wrong_passphrase"
-        assert outcome.message.startswith("Wrong passphrase for disk root. Beware: ")
-        assert "the next wrong one may be the last" in outcome.message
+        assert outcome.message.startswith(
+            "Wrong passphrase for disk root. Be careful: "
+        )
+        assert "after another wrong passphrase, systemd may give up" in outcome.message
         outcome = unlock(initrd.machine)
         assert outcome.message == "Unlocked: root."
         assert initrd.tried() == ["root wrong", f"root {PASSPHRASE}"]
@@ -253,9 +255,7 @@ def test_names_of_disks_may_be_long(tmp_path: Path) -> None:
 def test_systemd_whose_disks_are_open_gets_nothing(tmp_path: Path) -> None:
     with systemd(tmp_path, {}) as initrd:
         outcome = unlock(initrd.machine)
-        assert outcome.message.startswith(
-            "nothing asks for a passphrase: every disk is"
-        )
+        assert outcome.message.startswith("no passphrase is needed: every disk is")
 
 
 def test_systemd_that_is_not_that_far_yet_is_waited_for(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_systemd_that_is_not_that_far_yet_is_waited_for(tmp_path: Path) -> None:
 def test_the_booted_system_is_not_taken_for_an_initrd(tmp_path: Path) -> None:
     with systemd(tmp_path, {"root": PASSPHRASE}, initrd=False) as initrd:
         outcome = unlock(initrd.machine)
-        assert "the system is up already" in outcome.message
+        assert "the system is already up" in outcome.message
         assert initrd.tried() == []
 
 
@@ -276,7 +276,7 @@ def test_a_passphrase_goes_to_no_prompt_that_is_not_of_a_disk(tmp_path: Path) ->
     before = f"{pin} >{shlex.quote(str(tmp_path / 'pin'))} &"
     with systemd(tmp_path, {"root": PASSPHRASE}, before=before) as initrd:
         outcome = unlock(initrd.machine)
-        assert "something asks for a secret that is not of a disk" in outcome.message
+        assert "a prompt is not for a disk; answer it by hand" in outcome.message
         assert not outcome.sent
         assert initrd.tried() == []
     assert (tmp_path / "pin").read_text() == ""
@@ -302,4 +302,4 @@ def test_a_systemd_without_an_agent_is_told(tmp_path: Path) -> None:
     nowhere = "SetEnv PATH=/nonexistent"
     with systemd(tmp_path, {"root": PASSPHRASE}, config=nowhere) as initrd:
         outcome = unlock(initrd.machine)
-        assert "there is no command to unlock with" in outcome.message
+        assert "there is no unlock command" in outcome.message

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -74,18 +73,3 @@ def test_the_changes_begin_with_its_version() -> None:
     changes = CHECKOUT.joinpath("CHANGELOG.md").read_text()
     first = re.findall(r"(?m)^## (.*)$", changes)[0]
     assert first == waker.__version__
-
-
-def test_its_metadata_names_what_a_trial_has_to_install() -> None:
-    # The expression, and how a block is read, are those of PEP 723.
-    found = re.search(
-        r"(?m)^# /// (?P<type>[a-zA-Z0-9-]+)$\s(?P<content>(^#(| .*)$\s)+)^# ///$",
-        SOURCE,
-    )
-    assert found
-    assert found["type"] == "script"
-    lines = [line.removeprefix("#")[1:] for line in found["content"].splitlines()]
-    assert tomllib.loads("\n".join(lines)) == {
-        "requires-python": ">=3.11",
-        "dependencies": ["paramiko>=2.12"],
-    }

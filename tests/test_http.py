@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import io
 import json
 import os
 import re
@@ -266,15 +267,12 @@ def test_who_leaves_without_a_word_gets_none(besieged: Client) -> None:
     assert exchange(besieged, end=True) == b""
 
 
-def test_a_body_is_asked_for_where_the_client_waits_for_that(api: Client) -> None:
+def test_a_client_that_waits_for_a_word_is_not_told_to_continue(api: Client) -> None:
+    """It sends its body all the same; what it is told is the answer alone."""
     body = json.dumps({"pin": PIN}).encode()
     head = POST + JSON + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n"
-    with socket.create_connection((api.host, api.port), timeout=20) as tcp:
-        tcp.sendall(head % len(body))
-        assert tcp.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
-        tcp.sendall(body)
-        assert tcp.recv(9999).startswith(b"HTTP/1.1 200 OK\r\n")
-    assert status_of(exchange(api, head % 99999)) == 413  # and no "Continue"
+    assert status_of(exchange(api, head % len(body) + body)) == 200
+    assert status_of(exchange(api, head % 99999)) == 413
 
 
 def test_a_body_that_is_too_long_is_judged_after_route_and_token(
@@ -289,7 +287,6 @@ def test_a_body_that_is_too_long_is_judged_after_route_and_token(
         head = b"%b %b HTTP/1.1\r\nHost: x\r\n" % (method, path)
         assert status_of(exchange(api, head + JSON + long)) == status
     assert status_of(exchange(api, POST + JSON + long)) == 413
-    assert len(api.attempts()) == 1
 
 
 def test_an_error_reaches_a_client_that_is_still_sending(api: Client) -> None:
@@ -321,27 +318,6 @@ def is_open(tcp: socket.socket) -> bool:
 
 def descriptors_and_threads(started: Daemon) -> tuple[int, int]:
     return started.descriptors(), started.threads()
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"POST /100-continue HTTP/1.1\r\nHost: x\r\nX: Expect: 100-continue\r\n",
-        b"POST / HTTP/1.0\r\nExpect: 100-continue\r\n",
-        b"POST / HTTP/1.1\r\nHost: x\r\nExpect: something\r\n",
-    ],
-)
-def test_nobody_is_told_to_continue_who_did_not_ask(
-    besieged: Client, head: bytes
-) -> None:
-    body = b"\r\nExpect: 100-continue\r\n\r\n"
-    length = b"Content-Length: %d\r\n\r\n" % (len(body) + 1)
-    with knock(besieged, "127.0.0.1", head + length + body) as tcp:
-        assert besieged.call("GET", "/").status == 200  # time passes
-        assert is_open(tcp)
-        tcp.settimeout(20)
-        tcp.sendall(b"x")
-        assert status_of(tcp.recv(9999)) in {404, 405}
 
 
 @pytest.fixture
@@ -376,7 +352,7 @@ def test_who_had_to_go_is_told_nothing_and_not_logged(started: Daemon) -> None:
         half_requests(stack, started.client, ["127.0.0.1"] * 60)
         assert started.client.call("GET", "/").status == 200
         started.stop()
-    assert started.log[2:] == ["stopping"]  # after that no host key is pinned
+    assert started.log[1:] == ["stopping"]
 
 
 def test_a_trusted_proxy_may_have_more_connections(config: waker.Config) -> None:
@@ -702,7 +678,9 @@ def test_the_client_is_whom_the_last_trusted_proxy_saw(
     peer: str, forwarded: str, client: str
 ) -> None:
     proxies = waker.parse_networks("10.0.0.0/8,::1")
-    assert waker.find_client(peer, forwarded, proxies) == client
+    data = GET + f"X-Forwarded-For: {forwarded}\r\n\r\n".encode()
+    file: io.BufferedReader = io.BufferedReader(io.BytesIO(data))
+    assert waker.read_request(file, peer, proxies).client == client
 
 
 def test_attempts_are_counted_for_whom_the_proxy_saw(config: waker.Config) -> None:
@@ -811,6 +789,14 @@ def test_half_a_handshake_keeps_nobody_waiting(
     assert https.busy(1) < 0.05
 
 
+def test_what_is_no_tls_does_not_wait_for_more(https: Daemon) -> None:
+    """It would hold a thread for ten seconds: a record has five bytes at least."""
+    with knock(https.client, "127.0.0.1", b"\x01\x02\x03\x04") as tcp:
+        tcp.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            assert tcp.recv(1) == b""
+
+
 def test_what_is_wrong_with_a_certificate_is_told(
     certificate: Certificate, tmp_path: Path
 ) -> None:
@@ -823,7 +809,7 @@ def test_what_is_wrong_with_a_certificate_is_told(
         (("/nowhere", key), "/nowhere is missing or empty"),
         ((cert, cert), "must be a certificate and its private key"),
         ((key, key), "must be a certificate and its private key"),
-        ((cert, str(locked.key)), "the key without a passphrase"),
+        ((cert, str(locked.key)), "the key unencrypted"),
         ((str(locked.cert), key), "must be a certificate and its private key"),
     ):
         names = ("WAKER_TLS_CERT", "WAKER_TLS_KEY")

@@ -1,5 +1,6 @@
 """`make install`: what is put where, and what is never touched."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -114,9 +115,9 @@ def test_the_example_wants_three_values_and_shows_every_setting(tmp_path: Path) 
     config = waker.read_config(waker.read_env_file(file), tmp_path)
     file.write_text(example.replace("\n#WAKER", "\nWAKER"))
     shown = waker.read_env_file(file)
-    assert shown.keys() == {setting.name for setting in waker.SETTINGS}
-    for setting in waker.SETTINGS:
-        assert setting.default in ("", shown[setting.name])
+    assert shown.keys() == {setting[0] for setting in waker.SETTINGS}
+    for name, default, _, _ in waker.SETTINGS:
+        assert default in ("", shown[name])
     three = dict(zip(missing, values, strict=True))
     wanted = waker.read_config(three, tmp_path)
     assert config.pin.matches(PIN)
@@ -150,7 +151,7 @@ def test_the_sandbox_leaves_little_exposed(tmp_path: Path) -> None:
 
 def test_a_fault_in_the_configuration_is_not_tried_again(tmp_path: Path) -> None:
     unit = install(tmp_path, "INIT=systemd")[UNIT][1]
-    assert f"\nRestartPreventExitStatus={waker.EX_CONFIG}\n" in unit
+    assert f"\nRestartPreventExitStatus={os.EX_CONFIG}\n" in unit
 
 
 def test_the_script_for_procd_is_sound(tmp_path: Path) -> None:

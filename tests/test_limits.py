@@ -5,7 +5,7 @@ import pytest
 import waker
 
 
-def refused(attempts: waker.Attempts, client: str, now: float) -> str:
+def refused(attempts: waker.Gate, client: str, now: float) -> str:
     """Attempt once; returns Retry-After, empty if it was let in."""
     try:
         attempts.count(client, now)
@@ -16,7 +16,7 @@ def refused(attempts: waker.Attempts, client: str, now: float) -> str:
 
 
 def test_a_token_lives_fifteen_minutes() -> None:
-    tokens = waker.Tokens()
+    tokens = waker.Gate()
     token = tokens.issue(1000.0)
     assert tokens.valid(token, 1000.0)
     assert tokens.valid(token, 1899.9)
@@ -24,7 +24,7 @@ def test_a_token_lives_fifteen_minutes() -> None:
 
 
 def test_a_token_is_long_new_and_nothing_else_is_one() -> None:
-    tokens = waker.Tokens()
+    tokens = waker.Gate()
     token, other = tokens.issue(0), tokens.issue(0)
     assert token != other
     assert len(token) >= 43  # 32 random bytes
@@ -33,14 +33,14 @@ def test_a_token_is_long_new_and_nothing_else_is_one() -> None:
 
 
 def test_with_too_many_tokens_the_oldest_one_ends() -> None:
-    tokens = waker.Tokens()
+    tokens = waker.Gate()
     first, *others = [tokens.issue(now) for now in range(waker.TOKENS + 1)]
     assert not tokens.valid(first, 100)
     assert all(tokens.valid(token, 100) for token in others)
 
 
 def test_the_eleventh_attempt_in_a_minute_is_refused() -> None:
-    attempts = waker.Attempts()
+    attempts = waker.Gate()
     for second in range(10):
         assert not refused(attempts, "192.0.2.1", second)
     assert refused(attempts, "192.0.2.1", 10) == "50"
@@ -63,7 +63,7 @@ def test_the_eleventh_attempt_in_a_minute_is_refused() -> None:
 def test_an_ipv4_address_counts_whole_and_an_ipv6_one_by_its_56(
     one: str, other: str, same: bool
 ) -> None:
-    attempts = waker.Attempts()
+    attempts = waker.Gate()
     for _ in range(10):
         attempts.count(one, 0)
     assert bool(refused(attempts, other, 0)) == same
@@ -82,7 +82,7 @@ def test_an_ipv4_mapped_address_counts_as_ipv4(peer: str, address: str) -> None:
 
 
 def test_strangers_lock_nobody_out_and_fill_no_memory() -> None:
-    attempts = waker.Attempts()
+    attempts = waker.Gate()
     for _ in range(10):
         attempts.count("192.0.2.1", 0)
     for number in range(3 * waker.CLIENTS):
@@ -92,3 +92,8 @@ def test_strangers_lock_nobody_out_and_fill_no_memory() -> None:
     assert len(attempts._times) == waker.CLIENTS
     assert refused(attempts, "192.0.2.1", 2)
     assert not refused(attempts, "198.51.100.7", 2)
+
+
+def test_a_dot_in_the_name_of_an_interface_makes_no_ipv4_address() -> None:
+    first, second = (waker.counted_as(f"fe80::{n}%eth0.100") for n in (1, 2))
+    assert first == second

@@ -154,8 +154,8 @@ def slow(slow_lab: Homelab, tmp_path: Path) -> Iterator[Client]:
 def expire(client: Client) -> None:
     """Let 15 minutes pass for every token."""
     assert client.app
-    for digest in client.app.tokens._ends:
-        client.app.tokens._ends[digest] = 0
+    for digest in client.app.gate._ends:
+        client.app.gate._ends[digest] = 0
 
 
 @contextlib.contextmanager
@@ -707,7 +707,7 @@ def test_a_system_that_does_not_come_up_is_told(tmp_path: Path, phone: Phone) ->
         config = waker.read_config(settings, tmp_path)
         with running(config._replace(start_seconds=2)) as client:
             phone.open(client).give_pin().start()
-            phone.reads("Unlocked: d. The system was not seen up since. Give it some")
+            phone.reads("Unlocked: d. The system has not answered yet. Give it some")
 
 
 def status(phase: str = "", state: str = "off", message: str = "m") -> dict[str, Any]:

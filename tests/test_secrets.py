@@ -57,7 +57,7 @@ def test_no_secret_is_where_others_could_read_it(tmp_path: Path) -> None:
 
 def test_no_secret_is_in_a_repr(config: waker.Config) -> None:
     app = new_app(config)
-    token = app.tokens.issue(0)
+    token = app.gate.issue(0)
     request = waker.Request(
         "POST", "/api/unlock", "192.0.2.1", 0, token=token, body=SECRET.encode()
     )
@@ -66,10 +66,10 @@ def test_no_secret_is_in_a_repr(config: waker.Config) -> None:
         request,
         config,
         config.pin,
-        app.attempts,
-        app.tokens,
+        app.gate,
+        app.gate,
         waker.Passphrase(SECRET),
-        waker.reply({"token": token}),
+        waker.Response({"token": token}),
     )
     for text in map(repr, objects):
         assert token not in text

@@ -15,7 +15,7 @@ Home = tuple[Namespace, Namespace, Namespace]
 
 
 def test_the_packet_is_102_exact_bytes() -> None:
-    packet = waker.magic_packet(waker.Mac.parse("02:23:45:67:89:ab"))
+    packet = waker.magic_packet(waker.parse_mac("02:23:45:67:89:ab"))
     assert len(packet) == 102
     assert packet[:6] == b"\xff\xff\xff\xff\xff\xff"
     assert packet[6:] == b"\x02\x23\x45\x67\x89\xab" * 16

@@ -203,7 +203,7 @@ def test_without_a_route_nothing_is_claimed(
     _, _, lonely = home
     there = config.machine._replace(host=host)
     seen = within_a_second(lambda: lonely.run(lambda: waker.look(there)))
-    assert (seen, seen.state()) == (waker.Sight(UNSEEN, UNSEEN), "unknown")
+    assert (seen, seen.members()["state"]) == (waker.Sight(UNSEEN, UNSEEN), "unknown")
 
 
 def test_without_a_descriptor_nothing_is_claimed(config: waker.Config) -> None:

@@ -164,7 +164,7 @@ def see_each_fault_named(box: Box, right: dict[str, str], key: str) -> None:
         "WAKER_PIN is not set; it must be 8 to 128 characters",
     ]
     told = box.run("waker check || [ $? = 78 ]")  # it finds the file that was installed
-    assert told.count("WRONG  configuration") == 3
+    assert told.count("WAKER_") == 3
     box.run("rm /etc/waker/waker.env")
     assert see_that_it_does_not_start(box) == [missing("waker.env")]
     box.settle(right)
@@ -172,7 +172,7 @@ def see_each_fault_named(box: Box, right: dict[str, str], key: str) -> None:
     box.write("/etc/waker/ssh_key", key)
     box.settle(right | {"WAKER_INITRD": "mandos", "WAKER_HOMELAB_MAK": ""})
     assert see_that_it_does_not_start(box) == [
-        "WAKER_HOMELAB_MAK is not a setting; the nearest one is WAKER_HOMELAB_MAC",
+        "WAKER_HOMELAB_MAK is not a setting; see `waker --help`",
         "WAKER_INITRD must be cryptroot or systemd",
     ]
     box.settle(right | {"WAKER_TLS_CERT": "cert.pem", "WAKER_TLS_KEY": "key.pem"})
@@ -190,7 +190,7 @@ def see_it_wait_for_its_port(box: Box, right: dict[str, str]) -> None:
     box.wait(LISTENS)
     box.run("systemctl restart waker")
     box.wait("[ $(systemctl show waker --value -p NRestarts) -gt 0 ]")
-    told = "WAKER_LISTEN [::]:8080: Address already in use; end the program that has"
+    told = "WAKER_LISTEN: Address already in use"
     assert any(line.startswith(told) for line in box.journal())
     box.run("systemctl stop other")
     box.wait(LISTENS)

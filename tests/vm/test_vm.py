@@ -16,7 +16,7 @@ from guests import GUESTS, ready
 import waker
 
 KINDS = {guest.name: guest for guest in GUESTS}
-RIGHT = waker.Mac.parse(MAC)
+RIGHT = waker.parse_mac(MAC)
 
 # What the console shows for a wrong passphrase, and how often: systemd 257 takes each
 # of them for two. And what Debian's shows when it asks, and when it was answered.
@@ -28,21 +28,21 @@ ASKING = "Please unlock disk cryptroot: "
 TAKEN = f"{ASKING}\n"
 
 LOST = "the connection was lost after the passphrase was sent"
-SILENT = "there was no verdict after the passphrase was sent"
+SILENT = "no answer came after the passphrase was sent"
 UP_THOUGH = {f"{why}; then the system's SSH answered." for why in (LOST, SILENT)}
 NOT_CONFIRMED = (
     f"Failed to unlock: not confirmed: {LOST}; the machine may be booting, or have lost"
     " its power. The passphrase was sent."
 )
-OPEN = "nothing asks for a passphrase: every disk is open already"
+OPEN = "no passphrase is needed: every disk is already open"
 FASTER = [
     (200, f"{OPEN}. The passphrase was not sent."),
     *(
         (500, f"Failed to unlock: {reason}. The passphrase was not sent.")
         for reason in (
-            "nothing asks for a passphrase: not so far yet, or open already",
+            "no disk asks for a passphrase: too early, or already open",
             "the unlock command ended without asking; try again",
-            "the connection was lost before a disk asked for its passphrase",
+            "the connection was lost before a disk asked; try again",
         )
     ),
 ]
@@ -131,7 +131,7 @@ def test_a_machine_is_woken_unlocked_and_seen_to_boot(start: Start, name: str) -
     assert computer.console.count(text) == count
     status, error = owner.unlock(PASSPHRASE)
     assert status == 500
-    reason = "host key differs" if guest.port == 22 else "refuses connections"
+    reason = "host key differs" if guest.port == 22 else "Connection refused"
     assert reason in error
     assert error.endswith("The passphrase was not sent.")
 
@@ -140,7 +140,7 @@ def test_only_the_right_magic_packet_switches_a_machine_on(
     start: Start, lan: Lan
 ) -> None:
     computer, owner = start("dropbear")
-    other = waker.Mac.parse("52:54:00:12:34:57")
+    other = waker.parse_mac("52:54:00:12:34:57")
     for packet in (waker.magic_packet(other), waker.magic_packet(RIGHT)[:-1]):
         lan.router.run(partial(broadcast, packet))
         assert not computer.hear()
@@ -165,7 +165,7 @@ def test_systemd_gives_up_only_after_a_warning(start: Start) -> None:
     wake(computer, owner)
     status, error = owner.unlock("wrong")
     assert status == 400
-    assert "the next wrong one may be the last" in error
+    assert "after another wrong passphrase, systemd may give up" in error
     assert "Emergency" not in computer.console
     status, error = owner.unlock("wrong again")
     assert status == 500
