@@ -2,16 +2,13 @@
 
 import contextlib
 import ctypes.util
-import http.client
-import http.server
 import itertools
+import math
 import re
 import struct
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,60 +20,22 @@ from homelab import Homelab, new_key, public_line
 from playwright.sync_api import (
     Browser,
     BrowserContext,
-    Page,
     Playwright,
     expect,
     sync_playwright,
 )
 from ssh_servers import paramiko_server
+from stage import STATES, Phone, Stage
 from test_daemon import MAC, wait_for
 
 import waker
 
 SOURCE = Path(waker.__file__).with_name("ui.html").read_text()
-REFUSED = re.compile(r"Failed to load resource: .* (40[019]|429) ")  # of a fetch
+REFUSED = re.compile(r"Failed to load resource: .* (40[019]|429|500) ")  # of a fetch
 LOST = re.compile(r"Failed to load resource: net::ERR_")
 SMALL = {"width": 320, "height": 640}
+PHONE = {"has_touch": True, "is_mobile": True}
 expect.set_options(timeout=20_000)
-
-
-@dataclass
-class Phone:
-    """A browser's page, and what a person does with it."""
-
-    page: Page
-    console: list[str] = field(default_factory=list)
-    requests: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.page.on("console", lambda message: self.console.append(message.text))
-        self.page.on("pageerror", lambda error: self.console.append(str(error)))
-        self.page.on("request", lambda request: self.requests.append(request.url))
-
-    def open(self, client: Client, host: str = "127.0.0.1") -> "Phone":
-        self.page.goto(f"http://{host}:{client.port}/")
-        return self
-
-    def give_pin(self, pin: str = PIN) -> "Phone":
-        self.page.get_by_label("PIN").fill(pin)
-        self.page.get_by_role("button", name="Continue").click()
-        return self
-
-    def start(self, passphrase: str = PASSPHRASE) -> "Phone":
-        self.page.get_by_label("Passphrase of the disk").fill(passphrase)
-        self.page.locator("#start").click()
-        return self
-
-    def sees(self, view: str) -> "Phone":
-        expect(self.page.locator("main")).to_have_attribute("data-view", view)
-        return self
-
-    def reads(self, text: str) -> "Phone":
-        expect(self.page.locator("main")).to_contain_text(text)
-        return self
-
-    def focus(self) -> str:
-        return str(self.page.evaluate("document.activeElement.id"))
 
 
 @pytest.fixture(scope="session")
@@ -125,7 +84,7 @@ def new_phone(chromium: Browser) -> Iterator[NewPhone]:
 
 @pytest.fixture
 def phone(new_phone: NewPhone) -> Phone:
-    return new_phone(has_touch=True, is_mobile=True, viewport=SMALL)
+    return new_phone(viewport=SMALL, **PHONE)
 
 
 @pytest.fixture
@@ -151,92 +110,95 @@ def slow(slow_lab: Homelab, tmp_path: Path) -> Iterator[Client]:
         yield client
 
 
-def expire(client: Client) -> None:
-    """Let 15 minutes pass for every token."""
-    assert client.app
-    for digest in client.app.gate._ends:
-        client.app.gate._ends[digest] = 0
+@pytest.fixture
+def stage(api: Client) -> Iterator[Stage]:
+    """Before a daemon whose machine is off."""
+    with contextlib.closing(Stage(api)) as made:
+        yield made
 
 
-@contextlib.contextmanager
-def proxy(
-    client: Client, prefix: str, lost: Sequence[str] = (), foreign: Sequence[str] = ()
-) -> Iterator[Client]:
-    """Forward what is below a path, as a reverse proxy does.
-
-    It loses the answers of some paths, and gives others of its own.
-    """
-
-    class Forward(http.server.BaseHTTPRequestHandler):
-        def forward(self) -> None:
-            if not self.path.startswith(prefix):
-                self.send_error(404)
-                return
-            length = int(self.headers.get("Content-Length", 0))
-            connection = http.client.HTTPConnection(client.host, client.port)
-            path = self.path.removeprefix(prefix)
-            body = self.rfile.read(length)
-            connection.request(self.command, f"/{path}", body, dict(self.headers))
-            answer = connection.getresponse()
-            if path in lost:
-                return
-            if path in foreign:
-                self.send_response(409)
-                self.end_headers()
-                self.wfile.write(b"[]")
-                return
-            self.send_response(answer.status)
-            for name, value in answer.getheaders():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(answer.read())
-
-        do_GET = do_POST = do_DELETE = forward  # noqa: N815 - names of the base class
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Forward) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield Client(server.server_port)
-        server.shutdown()
+@pytest.fixture
+def slow_stage(slow: Client) -> Iterator[Stage]:
+    """Before the daemon of the machine that takes its time."""
+    with contextlib.closing(Stage(slow)) as made:
+        yield made
 
 
-def test_pin_passphrase_and_one_tap_bring_the_machine_up(
+def test_two_secrets_and_two_enters_bring_the_machine_up(
     slow: Client, phone: Phone
 ) -> None:
-    phone.open(slow).give_pin().reads("Off: nothing answers").start()
-    phone.sees("running").reads("Waking")
+    keyboard = phone.open(slow).page.keyboard
+    keyboard.type(PIN)
+    keyboard.press("Enter")
+    phone.sees("ready").reads("Off: nothing answers")
+    keyboard.type(PASSPHRASE)
+    keyboard.press("Enter")
+    phone.sees("running")
     here = phone.page.locator("[aria-current=step]")
     for step in ("Waiting for the disk prompt", "Booting"):
         expect(here).to_have_text(step)
-    phone.sees("up").reads("Up and running")
-    phone.reads("Unlocked: cryptroot. The system is up. It took 0:")
+        expect(phone.page).to_have_title(re.compile(f"^{step} . my machine$"))
+        expect(phone.page.locator("#state")).to_be_hidden()
+    phone.sees("started").reads("Up and running").reads("Started in 0:")
+    phone.reads("Unlocked: cryptroot. The system is up.")
     expect(phone.page).to_have_title(re.compile("^Up and running . my machine$"))
+    expect(phone.page.locator("li.past")).to_have_count(5)
+    took = phone.page.evaluate(
+        "[...document.querySelectorAll('li')].map(took)".replace(
+            "took", "(li) => li.dataset.took ?? ''"
+        )
+    )
+    assert [bool(text) for text in took] == [True, True, bool(took[2]), True, False]
+    assert 2 <= int(took[3].removeprefix("0:")) <= 6  # the pace of the machine
+    expect(phone.page.locator("button:visible, input:visible")).to_have_count(0)
 
 
 def test_the_keyboard_alone_is_enough_and_focus_is_never_lost(
     slow: Client, phone: Phone
 ) -> None:
-    phone.open(slow)
-    keyboard = phone.page.keyboard
+    keyboard = phone.open(slow).page.keyboard
     assert phone.focus() == "pin"
     keyboard.type(PIN)
     keyboard.press("Enter")
     phone.sees("ready")
     assert phone.focus() == "passphrase"
+    for kind, label in (("text", "Hide passphrase"), ("password", "Show passphrase")):
+        keyboard.press("Tab")
+        assert phone.focus() == "show"
+        keyboard.press("Enter")
+        assert phone.page.locator("#passphrase").get_attribute("type") == kind
+        assert phone.page.locator("#show").get_attribute("aria-label") == label
+        keyboard.press("Shift+Tab")
+    for key in ("Tab", "Tab", "Tab", "Enter", "Tab", "Enter"):  # to Wake only
+        keyboard.press(key)
+    phone.reads("Magic packet sent").sees("ready")
+    expect(phone.page.locator("#wake")).to_be_hidden()  # it is awake
+    assert phone.focus() == "name"
     keyboard.press("Tab")
-    assert phone.focus() == "show"
-    keyboard.press("Enter")
-    assert phone.page.locator("#passphrase").get_attribute("type") == "text"
-    keyboard.press("Shift+Tab")
     keyboard.type(PASSPHRASE)
     keyboard.press("Enter")
     phone.sees("running")
-    assert phone.page.locator("#passphrase").get_attribute("type") == "password"
     assert phone.focus() == "going"
-    phone.sees("up")
-    assert phone.focus() == "name"
+    keyboard.press("Tab")
+    assert phone.focus() == "cancel"
+    phone.sees("started")
+    assert phone.focus() == "going"
+
+
+def test_the_keyboard_of_a_phone_stays_open_after_the_pin(
+    api: Client, phone: Phone
+) -> None:
+    phone.open(api)
+    phone.page.evaluate(
+        """() => {
+            window.focused = [];
+            addEventListener("focusin", (event) => focused.push(event.target.id));
+        }"""
+    )
+    phone.page.get_by_label("PIN").fill(PIN)
+    phone.page.locator("#continue").tap()
+    phone.sees("ready")
+    assert phone.page.evaluate("focused") == ["passphrase"]
 
 
 def test_what_happens_is_announced(slow: Client, phone: Phone) -> None:
@@ -249,118 +211,137 @@ def test_what_happens_is_announced(slow: Client, phone: Phone) -> None:
                 .observe(live, {childList: true, characterData: true, subtree: true});
         }"""
     )
-    phone.give_pin().sees("ready").start().sees("up").reads("It took")
+    phone.give_pin().sees("ready").start().sees("started")
     told = phone.page.evaluate("told")
     assert [text for text, _ in itertools.groupby(told)] == told
-    assert told[:3] == ["Checking…", "Looking…", "Off: nothing answers"]
+    assert told[:2] == ["Checking…", "Off: nothing answers"]
     assert "Booting" in told
-    assert told[-1].startswith("Unlocked: cryptroot. The system is up. It took 0:")
-    assert told[-1].endswith(" Up and running")
+    assert re.fullmatch(r"Started in 0:\d\d Up and running", told[-1])
 
 
 def test_a_wrong_pin_is_told_and_can_be_typed_again(api: Client, phone: Phone) -> None:
     phone.open(api).give_pin("12345678").reads("Wrong PIN")
     assert phone.focus() == "pin"
+    expect(phone.page.locator("#pin")).to_have_attribute("aria-invalid", "true")
     phone.page.keyboard.type(PIN)  # what is there is selected, so this takes its place
     phone.page.keyboard.press("Enter")
     phone.sees("ready")
 
 
-def test_too_many_attempts_are_told(api: Client, phone: Phone) -> None:
+def test_too_many_attempts_are_counted_down(api: Client, phone: Phone) -> None:
     for _ in range(10):
         api.call("POST", "/api/auth", {"pin": "wrong!"})
-    phone.open(api).give_pin().reads("Too many attempts; try again in")
-    phone.sees("pin")
+    phone.page.clock.install()
+    phone.open(api).give_pin().reads("Too many attempts. Try again in")
+    told = phone.page.locator("#text")
+    first = int(re.findall(r"\d+", told.inner_text())[0])
+    assert 50 < first <= 60
+    phone.page.clock.run_for(5000)
+    expect(told).to_have_text(f"Too many attempts. Try again in {first - 5} s.")
+    button = phone.page.locator("#continue")
+    expect(button).to_have_attribute("aria-disabled", "true")
+    phone.page.keyboard.press("Enter")
+    assert len([url for url in phone.requests if url.endswith("auth")]) == 1
+    phone.page.clock.run_for(first * 1000)
+    expect(told).to_be_empty()
+    expect(button).not_to_have_attribute("aria-disabled", "true")
 
 
 def test_a_wrong_passphrase_is_asked_for_again(slow: Client, phone: Phone) -> None:
     phone.open(slow).give_pin().start("wrong").sees("running").sees("ready")
     phone.reads("Wrong passphrase for disk cryptroot. Type it once more.")
     assert phone.focus() == "passphrase"
+    field = phone.page.locator("#passphrase")
+    expect(field).to_have_attribute("aria-invalid", "true")
     expect(phone.page.locator("#start")).to_have_text("Unlock")
-    phone.start().sees("up")
+    phone.page.keyboard.type(PASSPHRASE)  # the wrong one is selected
+    expect(field).not_to_have_attribute("aria-invalid", "true")
+    phone.page.keyboard.press("Enter")
+    phone.sees("started")
 
 
 def test_a_token_that_expires_during_a_start_is_asked_for_again(
-    slow: Client, phone: Phone
+    slow_stage: Stage, phone: Phone
 ) -> None:
-    phone.open(slow).give_pin().start().sees("running")
-    expire(slow)
-    phone.sees("pin").reads("Your PIN again, please")
-    phone.give_pin().sees("running").sees("up")
+    phone.open(slow_stage).give_pin().start().sees("running")
+    slow_stage.expire()
+    phone.sees("pin").reads("Your PIN again, please").reads("Last seen 0:0")
+    phone.give_pin().sees("running").sees("started")
 
 
-def test_a_token_that_has_expired_when_it_is_needed_loses_nothing(
-    owner: Client, phone: Phone
+def test_who_is_typing_when_the_token_expires_goes_on(
+    slow_stage: Stage, phone: Phone
 ) -> None:
-    phone.open(owner).give_pin().sees("ready")
-    phone.page.get_by_label("Passphrase of the disk").fill(PASSPHRASE)
-    expire(owner)
+    phone.open(slow_stage).give_pin().sees("ready").type_passphrase()
+    slow_stage.expire()
     phone.reads("Your 15 minutes are over").sees("ready")
-    phone.page.locator("#start").click()
-    phone.sees("pin").reads("Your PIN again, please")
-    phone.give_pin().sees("up")
+    phone.press("Wake and unlock").sees("pin").reads("Your PIN again, please")
+    phone.give_pin().sees("ready").press("Wake and unlock").sees("running")
 
 
 def test_a_token_that_expires_while_nothing_is_typed_is_asked_for(
-    owner: Client, phone: Phone
+    stage: Stage, phone: Phone
 ) -> None:
-    phone.open(owner).give_pin().sees("ready")
-    expire(owner)
+    phone.open(stage).give_pin().sees("ready")
+    stage.expire()
     phone.sees("pin").give_pin().sees("ready")
 
 
-@pytest.mark.parametrize("passphrase", ["wrong", PASSPHRASE])
 def test_an_unlock_goes_on_while_the_token_expires(
-    owner: Client, lab: Homelab, phone: Phone, passphrase: str
+    owner: Client, lab: Homelab, phone: Phone
 ) -> None:
     owner.call("POST", "/api/wol")
     lab.wait_for("locked")
     Disks({"cryptroot": PASSPHRASE}, slow=2).save(lab.state)
-    phone.open(owner).give_pin().reads("Waiting for the passphrase")
-    phone.page.get_by_text("One step at a time").click()
-    phone.page.get_by_label("Passphrase of the disk").fill(passphrase)
-    phone.page.get_by_role("button", name="Unlock only").click()
-    wait_for(lambda: Disks.load(lab.state).received)
-    expire(owner)
-    phone.reads("Your 15 minutes are over")
-    if passphrase == "wrong":  # it stays in the field, and waits for another tap
-        phone.reads("Wrong passphrase for disk cryptroot.").start()
-    phone.sees("pin").give_pin().sees("up")
-
-
-def test_a_start_is_shown_from_the_moment_it_is_accepted(
-    slow: Client, phone: Phone
-) -> None:
-    lost: list[str] = []
-    with proxy(slow, "/", lost) as outside:
-        phone.open(outside).give_pin().start("wrong").sees("running").sees("ready")
-        phone.reads("Wrong passphrase")
-        lost.append("api/status")
-        phone.start().sees("running").reads("waker does not answer")
-        expect(phone.page.locator("#message")).to_be_empty()
-        lost.clear()
-        phone.sees("up")
-        phone.page.goto("about:blank")
-
-
-def test_an_error_of_something_on_the_way_is_told(
-    api: Client, new_phone: NewPhone
-) -> None:
-    phone = new_phone()
-    with proxy(api, "/", foreign=["api/wol"]) as outside:
-        phone.open(outside).give_pin().sees("ready")
+    with contextlib.closing(Stage(owner)) as stage:
+        phone.open(stage).give_pin().reads("Waiting for the passphrase")
         phone.page.get_by_text("One step at a time").click()
-        for _ in range(2):
-            phone.page.get_by_role("button", name="Wake only").click()
-            phone.reads("Something on the way answered 409")
-        phone.page.goto("about:blank")
+        phone.type_passphrase("wrong").press("Unlock only")
+        wait_for(lambda: Disks.load(lab.state).received)
+        stage.expire()
+        phone.reads("Your 15 minutes are over")
+        phone.reads("Wrong passphrase for disk cryptroot.").sees("ready").start()
+        phone.sees("pin").give_pin().start().sees("started")
+
+
+def test_a_start_whose_answer_is_lost_is_shown_all_the_same(
+    slow_stage: Stage, phone: Phone
+) -> None:
+    slow_stage.answers["api/start"] = None
+    phone.open(slow_stage).give_pin().sees("ready").start()
+    phone.sees("running")  # though nobody told so
+    expect(phone.page.locator("#message")).to_be_hidden()
+    slow_stage.answers.clear()
+    phone.press("Cancel").sees("ready").reads("Cancelled.")
+
+
+def test_a_connection_that_is_lost_in_mid_start_stops_the_clock(
+    slow_stage: Stage, phone: Phone
+) -> None:
+    phone.open(slow_stage).give_pin().start().sees("running")
+    phone.reads("Waiting for the disk prompt").reads("0:01")
+    assert phone.page.evaluate("document.getAnimations().length") == 1
+    slow_stage.answers["api/status"] = None
+    phone.reads("waker does not answer. Trying again…").reads("Last seen 0:0")
+    phone.reads(", waiting for the disk prompt")
+    assert phone.page.evaluate("document.getAnimations().length") == 0
+    assert phone.page.locator("#time").inner_text() == ""
+    slow_stage.answers.clear()
+    phone.sees("started")
+
+
+def test_an_error_of_something_on_the_way_is_told(stage: Stage, phone: Phone) -> None:
+    stage.answers["api/wol"] = 409, []
+    phone.open(stage).give_pin().sees("ready")
+    phone.page.get_by_text("One step at a time").click()
+    for _ in range(2):
+        phone.press("Wake only").reads("Something on the way answered 409")
 
 
 def test_a_reload_shows_the_start_that_is_going_on(slow: Client, phone: Phone) -> None:
     phone.open(slow).give_pin().start().sees("running")
     phone.page.reload()
-    phone.sees("pin").give_pin().sees("running").sees("up")
+    phone.sees("pin").give_pin().sees("running").sees("started")
 
 
 def test_a_daemon_that_is_restarted_is_found_again(
@@ -372,30 +353,23 @@ def test_a_daemon_that_is_restarted_is_found_again(
     phone.reads("waker does not answer. Trying again…")
     with running(configure(slow_lab, tmp_path), port=client.port):
         phone.sees("pin").give_pin().sees("ready")
-        phone.reads("Waker knows no more of the start: it was restarted")
-        phone.start().sees("up")
+        phone.reads("waker was restarted, so this start has ended.")
+        phone.start().sees("started")
 
 
 def test_a_network_that_is_lost_is_told_and_recovers_by_itself(
-    owner: Client, phone: Phone
+    api: Client, phone: Phone
 ) -> None:
-    phone.open(owner).give_pin().reads("Off: nothing answers")
+    phone.open(api).page.context.set_offline(True)
+    phone.give_pin().reads("waker did not answer. Try again.").sees("pin")
+    phone.page.context.set_offline(False)
+    phone.press("Continue").reads("Off: nothing answers")
     phone.page.context.set_offline(True)
     phone.reads("waker does not answer. Trying again…").start()
-    phone.reads("it may have got the passphrase all the same")
+    phone.reads("waker did not answer, but may have got the passphrase.")
     assert phone.page.locator("#passphrase").input_value() == PASSPHRASE
     phone.page.context.set_offline(False)
     phone.reads("Off: nothing answers")
-
-
-def test_a_network_that_is_lost_at_the_pin_is_told_and_looked_for(
-    api: Client, phone: Phone
-) -> None:
-    phone.open(api).sees("pin").page.context.set_offline(True)
-    phone.give_pin().reads("Waker does not answer. Trying again…")
-    phone.page.context.set_offline(False)
-    phone.reads("waker answers again.").give_pin().sees("ready")
-    assert len(api.attempts()) == 1  # what did not arrive is no attempt
 
 
 def slow_down(phone: Phone, milliseconds: int) -> None:
@@ -412,53 +386,38 @@ def test_on_a_slow_network_what_is_done_is_shown_until_it_is_seen(
 ) -> None:
     phone.open(slow)
     slow_down(phone, 1500)
-    phone.give_pin().sees("looking").reads("Looking…").sees("ready").start()
+    phone.give_pin().reads("Checking…").sees("ready").start()
     button = phone.page.locator("#start")
     expect(button).to_have_attribute("aria-disabled", "true")
-    wait_for(lambda: slow.app and slow.app.starter.members(0))  # it has arrived
-    phone.reads("Starting…")
-    button.click(force=True)  # once more: that does nothing
-    expect(button).to_have_attribute("aria-disabled", "true")
+    wait_for(lambda: slow.log_in().call("GET", "/api/status").json["start"])
+    button.click(force=True)  # the first one has not been answered yet
     phone.sees("running")
-    assert [url for url in phone.requests if url.endswith("/start")][1:] == []
-    phone.page.get_by_role("button", name="Cancel").click()
-    phone.sees("ready").reads("Cancelled.")
+    assert len([url for url in phone.requests if url.endswith("/start")]) == 1
+    phone.press("Cancel").sees("ready").reads("Cancelled.")
 
 
 def test_a_network_that_takes_very_long_is_told(api: Client, phone: Phone) -> None:
     phone.open(api).give_pin().sees("ready")
     slow_down(phone, 7000)
-    phone.reads("waker is slow to answer…").reads("Off: nothing answers")
+    phone.reads("Waiting for waker to answer…").reads("Off: nothing answers")
 
 
-def test_an_answer_that_is_lost_does_not_lose_the_start(
-    slow: Client, phone: Phone
-) -> None:
-    lost: list[str] = ["api/start"]
-    with proxy(slow, "/", lost) as outside:
-        phone.open(outside).give_pin().sees("ready").start()
-        phone.sees("running")  # though nobody told so
-        expect(phone.page.locator("#message")).to_be_empty()
-        lost.clear()
-        phone.page.get_by_role("button", name="Cancel").click()
-        phone.sees("ready").reads("Cancelled.")
-        phone.page.goto("about:blank")
+def test_an_old_failure_is_told_as_an_old_one(stage: Stage, phone: Phone) -> None:
+    stage.show("locked", "failed", "wrong_passphrase", message="Wrong passphrase.")
+    phone.open(stage).give_pin()
+    phone.reads("Last time: Wrong passphrase. Type it once more.")
 
 
-def test_an_old_failure_is_told_as_an_old_one(slow: Client, phone: Phone) -> None:
-    slow.log_in().call("POST", "/api/start", {"passphrase": "wrong"})
-    wait_for(lambda: slow.call("GET", "/api/status").json["start"]["phase"] == "failed")
-    phone.open(slow).give_pin()
-    phone.reads("Last time: Wrong passphrase for disk cryptroot. Type it once more.")
-
-
-def test_a_machine_that_is_up_needs_nothing(
-    owner: Client, lab: Homelab, phone: Phone
-) -> None:
-    owner.call("POST", "/api/start", {"passphrase": PASSPHRASE})
-    lab.wait_for("up")
-    phone.open(owner).give_pin().sees("up").reads("Up and running")
+def test_a_machine_that_is_up_is_left_in_peace(stage: Stage, phone: Phone) -> None:
+    stage.show("up")
+    phone.page.clock.install()
+    phone.open(stage).give_pin().sees("up").reads("Up and running")
     expect(phone.page.locator("button:visible, input:visible")).to_have_count(0)
+    count = len(phone.requests)
+    phone.page.clock.run_for(9000)
+    assert len(phone.requests) == count
+    with phone.page.expect_request("**/api/status"):
+        phone.page.clock.run_for(1500)
 
 
 def test_another_host_key_is_told_with_a_warning(
@@ -467,19 +426,57 @@ def test_another_host_key_is_told_with_a_warning(
     other = waker.HostKey.parse(public_line(new_key()))
     machine = config.machine._replace(host_keys=(other,))
     with running(config._replace(machine=machine)) as client:
-        phone.open(client).give_pin().start()
-        phone.reads("The host key differs: pinned SHA256:")
-        phone.reads(
-            "The passphrase was not sent. Do not try again before you know why."
-        )
+        phone.open(client).give_pin().start().sees("running").sees("ready")
+    told = phone.page.locator("#message")
+    expect(told.locator("#text")).to_have_text(
+        "This is not the machine you pinned. The passphrase was not sent."
+    )
+    assert phone.focus() == "message"
+    assert "Unlock" in phone.buttons()
+    expect(told.locator("#rest")).to_be_hidden()
+    told.get_by_text("Details").click()
+    expect(told.locator("#rest")).to_contain_text("he host key differs: pinned SHA256:")
+    expect(told.locator("#rest")).to_contain_text("before you know why.")
 
 
 def test_a_start_can_be_cancelled(slow: Client, phone: Phone) -> None:
-    phone.open(slow).give_pin().start().sees("running")
-    phone.page.get_by_role("button", name="Cancel").click()
+    phone.open(slow).give_pin().start().sees("running").press("Cancel")
     phone.sees("ready").reads("Cancelled. The passphrase was not sent.")
     assert phone.focus() == "passphrase"
     assert phone.page.locator("#passphrase").input_value() == ""
+
+
+def test_what_was_sent_is_not_cancelled_but_no_longer_watched(
+    slow: Client, phone: Phone
+) -> None:
+    phone.open(slow).give_pin().start().reads("Unlocked: cryptroot.")
+    phone.press("Stop watching").sees("sent").reads("Unlocked; still booting")
+    assert phone.buttons() == ["Enter the passphrase again"]
+    phone.page.reload()
+    phone.give_pin().sees("sent").reads("Unlocked; still booting").sees("up")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "told"),
+    [
+        ("unlocked", "Unlocked; still booting"),
+        ("not_confirmed", "Passphrase sent, not confirmed"),
+    ],
+)
+def test_after_a_cancel_the_form_waits_for_the_machine_to_ask(
+    stage: Stage, phone: Phone, outcome: str, told: str
+) -> None:
+    stage.show("locked", "booting", outcome)
+    phone.open(stage).give_pin().sees("running")
+    stage.show("locked", "cancelled", outcome)  # the initrd is about to go
+    phone.look().sees("sent" if outcome == "unlocked" else "ready")
+    stage.show("booting", "cancelled", outcome)
+    phone.look().sees("sent").reads(told)
+    stage.show("locked", "cancelled", outcome)  # it is another boot
+    phone.look().sees("ready")
+    stage.show("off", "cancelled", outcome)
+    phone.look().sees("sent").press("Enter the passphrase again").sees("ready")
+    assert phone.focus() == "passphrase"
 
 
 def test_waking_and_unlocking_are_there_one_by_one(
@@ -487,13 +484,14 @@ def test_waking_and_unlocking_are_there_one_by_one(
 ) -> None:
     phone.open(owner).give_pin().sees("ready")
     phone.page.get_by_text("One step at a time").click()
-    phone.page.get_by_role("button", name="Wake only").click()
-    phone.reads(f"Magic packet sent to {lab.mac}").reads("Waiting for the passphrase")
+    assert phone.buttons() == ["Wake only"]
+    phone.press("Wake only").reads("Waiting for the passphrase")
+    assert phone.buttons() == ["Unlock only"]
+    expect(phone.page.locator("#message")).to_be_hidden()  # of the packet
     for passphrase in ("wrong", PASSPHRASE):
-        phone.page.get_by_label("Passphrase of the disk").fill(passphrase)
-        phone.page.get_by_role("button", name="Unlock only").click()
+        phone.type_passphrase(passphrase).press("Unlock only")
         if passphrase == "wrong":
-            phone.reads("Wrong passphrase for disk cryptroot. Type it once more.")
+            phone.reads("Wrong passphrase for disk cryptroot.")
             assert phone.focus() == "passphrase"
     phone.sees("up").reads("Up and running")
 
@@ -503,7 +501,7 @@ def test_two_browsers_show_the_same_within_two_seconds(
 ) -> None:
     one, other = (new_phone().open(slow).give_pin().sees("ready") for _ in range(2))
     one.start()
-    for view in ("running", "up"):
+    for view in ("running", "started"):
         one.sees(view)
         seen = time.monotonic()
         other.sees(view)
@@ -512,7 +510,7 @@ def test_two_browsers_show_the_same_within_two_seconds(
 
 
 def test_nothing_is_asked_for_elsewhere(slow: Client, phone: Phone) -> None:
-    phone.open(slow).give_pin().start().sees("up")
+    phone.open(slow).give_pin().start().sees("started")
     origin = f"http://127.0.0.1:{slow.port}/"
     assert {url.partition("?")[0].removeprefix(origin) for url in phone.requests} <= {
         "",
@@ -520,7 +518,7 @@ def test_nothing_is_asked_for_elsewhere(slow: Client, phone: Phone) -> None:
         "api/status",
         "api/start",
     } | {url for url in phone.requests if url.startswith("data:")}
-    assert len(SOURCE.encode()) < 40_000
+    assert len(SOURCE.encode()) <= 26_000
 
 
 def test_a_page_that_is_not_seen_asks_for_nothing(
@@ -553,25 +551,30 @@ def test_a_page_that_is_not_seen_asks_for_nothing(
 def test_below_a_path_of_a_reverse_proxy_it_works_as_well(
     api: Client, phone: Phone
 ) -> None:
-    with proxy(api, "/at/home/") as outside:
+    with contextlib.closing(Stage(api, "/at/home/")) as outside:
         phone.page.goto(f"http://127.0.0.1:{outside.port}/at/home/")
         icon = phone.page.evaluate(
             "document.querySelector('link[rel=apple-touch-icon]').href"
         )
         assert phone.page.request.get(icon).status == 200
-        phone.give_pin().start().sees("up")
-        phone.page.goto("about:blank")
+        phone.give_pin().start().sees("started")
 
 
-def test_without_javascript_there_is_one_sentence(
-    api: Client, new_phone: NewPhone
+@pytest.mark.parametrize("script", ["off", "too new"])
+def test_without_its_script_there_is_one_sentence(
+    api: Client, new_phone: NewPhone, script: str
 ) -> None:
-    phone = new_phone(java_script_enabled=False).open(api)
+    phone = new_phone(java_script_enabled=script != "off")
+    if script == "off":
+        phone.open(api)
+    else:
+        phone.page.set_content(SOURCE.replace("const STATES", "konst STATES"))
+        assert "Unexpected identifier" in phone.console.pop()
     text = phone.page.inner_text("main").split("\n")
-    assert list(filter(None, text)) == [
-        "waker",
-        "This page needs JavaScript to talk to your waker.",
-    ]
+    sentence = (
+        "This page needs JavaScript, which did not run. Reload it, or try another"
+    )
+    assert list(filter(None, text)) == ["waker", f"{sentence} browser."]
 
 
 def test_plain_http_is_noticed_once(api: Client, phone: Phone) -> None:
@@ -589,15 +592,20 @@ def test_this_very_machine_is_not_noticed(api: Client, phone: Phone) -> None:
 
 
 def test_the_usual_duration_is_told_from_the_second_time_on(
-    slow_lab: Homelab, lab: Homelab, tmp_path: Path, phone: Phone
+    slow: Client, slow_stage: Stage, phone: Phone
 ) -> None:
-    with running(configure(lab, tmp_path)) as client:
-        phone.open(client).give_pin().start().sees("running")
-        expect(phone.page.locator("#usual")).to_be_empty()
-        phone.sees("up")
-    with running(configure(slow_lab, tmp_path), port=client.port):
-        phone.open(client).give_pin().start().sees("running")
-        phone.reads("usually about 0:0")
+    phone.open(slow_stage).give_pin().start().sees("running")
+    progress = phone.page.locator("progress")
+    expect(progress).to_be_hidden()
+    expect(phone.page.locator("#usual")).to_be_empty()
+    phone.sees("started")
+    took = int(phone.page.inner_text("#going").removeprefix("Started in 0:"))
+    slow_stage.show("off", "waking", seconds=took)
+    phone.look().sees("running").reads(f"usually 0:{took:02}")
+    expect(progress).to_have_js_property("value", took)
+    expect(progress).to_have_js_property("max", took)
+    slow_stage.show("off", "waking", seconds=took + 1)  # overdue
+    expect(progress).to_have_js_property("position", -1)
 
 
 def test_the_keypad_is_that_of_the_last_pin(api: Client, phone: Phone) -> None:
@@ -615,11 +623,11 @@ def test_the_keypad_is_that_of_the_last_pin(api: Client, phone: Phone) -> None:
 
 
 def test_the_browser_keeps_no_secret(slow: Client, phone: Phone) -> None:
-    phone.open(slow).give_pin().start().sees("up")
+    phone.open(slow).give_pin().start().sees("started")
     kept = phone.page.evaluate(
         "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])"
     )
-    names = {"digits", "warned", "fromOff", "seconds"}
+    names = {"digits", "warned", "seconds"}
     assert set(re.findall(r"waker / (\w+)", kept)) == names
     assert PIN not in kept
     assert PASSPHRASE not in kept
@@ -656,39 +664,39 @@ def test_it_can_be_put_on_a_home_screen(api: Client, phone: Phone) -> None:
     assert struct.unpack(">2I", icon.body[16:24]) == (180, 180)
 
 
-STOPS: dict[str, Callable[[Phone], object]] = {
-    "pin": lambda phone: phone.sees("pin"),
-    "wrong PIN": lambda phone: phone.give_pin("12345678").reads("Wrong PIN"),
-    "off": lambda phone: phone.give_pin().reads("Off: nothing answers"),
-    "steps": lambda phone: phone.page.get_by_text("One step at a time").click(),
-    "waking": lambda phone: phone.start("wrong").sees("running"),
-    "wrong passphrase": lambda phone: phone.sees("ready").reads("Wrong passphrase"),
-    "booting": lambda phone: phone.start().reads("Unlocked: cryptroot."),
-    "up": lambda phone: phone.sees("up").reads("It took"),
-}
+# A field must have room for seven characters; other text must not be cut.
+CUT = """() => [...document.querySelectorAll("label, button, input, summary, h1, p")]
+    .filter((e) => e.checkVisibility() && e.id !== "live")
+    .filter((e) => e.tagName !== "INPUT" ? e.scrollWidth > e.clientWidth
+        : e.clientWidth < 7 * parseFloat(getComputedStyle(e).fontSize))
+    .map((e) => e.id || e.textContent)"""
+LOW = """() => [...document.querySelectorAll("button, input, summary")]
+    .filter((e) => e.checkVisibility()).filter((e) => {
+        const { width, height } = e.getBoundingClientRect();
+        return width < 44 || height < 44;
+    }).map((e) => e.id)"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [320, 390])
 def test_every_state_is_accessible_and_fits_a_small_screen(
-    slow: Client, new_phone: NewPhone, scheme: Any
+    stage: Stage, new_phone: NewPhone, width: int
 ) -> None:
-    phone = new_phone(
-        color_scheme=scheme, viewport=SMALL, has_touch=True, is_mobile=True
-    ).open(slow)
-    for name, go in STOPS.items():
-        go(phone)
-        found = Axe().run(phone.page)
-        assert found.violations_count == 0, f"{name}: {found.generate_report()}"
-        assert phone.page.evaluate("document.documentElement.scrollWidth") <= 320, name
-        low = phone.page.evaluate(
-            """[...document.querySelectorAll("button, input, summary")]
-                .filter((e) => e.checkVisibility())
-                .filter((e) => e.getBoundingClientRect().height < 44
-                    || e.getBoundingClientRect().width < 44).map((e) => e.id)"""
-        )
-        assert low == [], name
-    ground = phone.page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (max(map(int, re.findall(r"\d+", ground))) < 64) == (scheme == "dark")
+    phone = new_phone(viewport={"width": width, "height": 640}, **PHONE)
+    page = phone.page
+    for name, go in STATES.items():
+        go(phone, stage)
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            found = Axe().run(page)
+            assert found.violations_count == 0, f"{name}: {found.generate_report()}"
+        assert page.evaluate(LOW) == [], name
+        for size in ("100%", "200%"):
+            page.evaluate(f"document.documentElement.style.fontSize = '{size}'")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+            assert page.evaluate(CUT) == [], (name, size)
+        page.evaluate("document.documentElement.style.fontSize = ''")
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert max(map(int, re.findall(r"\d+", ground))) < 64  # it was the dark scheme
 
 
 @pytest.mark.parametrize("motion", ["reduce", "no-preference"])
@@ -701,6 +709,15 @@ def test_nothing_moves_for_who_does_not_want_it(
     assert (moving > 0) == (motion == "no-preference")
 
 
+def test_the_disc_is_seen_in_forced_colours(stage: Stage, new_phone: NewPhone) -> None:
+    stage.show("locked")
+    phone = new_phone(forced_colors="active").open(stage).give_pin().sees("ready")
+    style = "getComputedStyle(document.getElementById('state'), '::before')"
+    drawn = phone.page.evaluate(f"{style}.backgroundImage")
+    assert drawn.startswith("conic-gradient(")
+    assert "50%" in drawn
+
+
 def test_a_system_that_does_not_come_up_is_told(tmp_path: Path, phone: Phone) -> None:
     with paramiko_server(tmp_path, Disks({"d": PASSPHRASE})) as initrd:
         settings = {"WAKER_PIN": PIN} | MAC | initrd.machine().settings()
@@ -710,62 +727,19 @@ def test_a_system_that_does_not_come_up_is_told(tmp_path: Path, phone: Phone) ->
             phone.reads("Unlocked: d. The system has not answered yet. Give it some")
 
 
-def status(phase: str = "", state: str = "off", message: str = "m") -> dict[str, Any]:
-    start = {"phase": phase, "message": message, "seconds": 94} if phase else None
-    return {"state": state, "reachable": state != "off", "start": start}
-
-
 @pytest.mark.parametrize(
     ("call", "arguments", "result"),
     [
         ("clock", [0], "0:00"),
         ("clock", [61], "1:01"),
         ("clock", [3600], "60:00"),
-        ("median", [[7]], 7),
+        ("wait", [90], "90 s"),
+        ("wait", [91], "2 minutes"),
+        ("median", [[]], None),
         ("median", [[100, 9, 20]], 20),
-        ("buttonText", [status()], "Wake and unlock"),
-        ("buttonText", [status(state="booting")], "Wake and unlock"),
-        ("buttonText", [status(state="locked")], "Unlock"),
-        ("buttonText", [status(state="unknown")], "Wake and unlock"),
-        ("viewOf", [None], "looking"),
-        ("viewOf", [status()], "ready"),
-        ("viewOf", [status(state="unknown")], "ready"),
-        ("viewOf", [status(state="up")], "up"),
-        ("viewOf", [status("waking")], "running"),
-        ("viewOf", [status("booting", "up")], "running"),
-        ("viewOf", [status("failed", "locked")], "ready"),
-        ("viewOf", [status("done", "off")], "ready"),
-        ("stepOf", [status("waking")], 0),
-        ("stepOf", [status("waking", "booting")], 1),
-        ("stepOf", [status("unlocking", "locked")], 2),
-        ("stepOf", [status("booting", "off")], 3),
-        ("bad", ["m"], {"kind": "bad", "text": "M"}),
-        (
-            "bad",
-            ["Failed to unlock: the host key differs: x."],
-            {
-                "kind": "bad",
-                "text": "Failed to unlock: the host key differs: x."
-                " Do not try again before you know why.",
-            },
-        ),
-        ("outcomeOf", [status(), True], {}),
-        (
-            "outcomeOf",
-            [status("done", "up", "Done."), True],
-            {"kind": "good", "text": "Done. It took 1:34."},
-        ),
-        ("outcomeOf", [status("done", "off"), True], {}),
-        ("outcomeOf", [status("failed", "up"), True], {}),
-        ("outcomeOf", [status("failed"), True], {"kind": "bad", "text": "M"}),
-        (
-            "outcomeOf",
-            [status("failed"), False],
-            {"kind": "bad", "text": "Last time: m"},
-        ),
-        ("outcomeOf", [status("cancelled"), True], {"text": "m"}),
-        ("outcomeOf", [status("cancelled"), False], {"text": "Last time: m"}),
-        ("outcomeOf", [status("cancelled", "up"), True], {}),
+        ("took", [[0, 2, 7], 0], "0:02"),
+        ("took", [[0, math.nan, 7], 0], ""),
+        ("took", [[0, 2], 1], ""),
     ],
 )
 def test_the_pure_functions(
