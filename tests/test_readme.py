@@ -1,120 +1,199 @@
-"""What a reader copies out of README: it is taken from there, and run."""
+"""What a reader copies out of README and docs: it is taken from there, and run."""
 
 import re
 import socket
 import subprocess
-from collections.abc import Sequence
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from conftest import PASSPHRASE, PIN, PROGRAM, Client, daemon, need
+import pytest
+import yaml
+from conftest import CHECKOUT, PASSPHRASE, PIN, Answer, Client, daemon, need
 from homelab import Homelab
 
 import waker
 
-README = Path(PROGRAM).with_name("README.md").read_text()
+README = CHECKOUT.joinpath("README.md").read_text()
+DOCS = {path: path.read_text() for path in CHECKOUT.glob("docs/*.md")}
+PAGES = {CHECKOUT / "README.md": README} | DOCS
+API = DOCS[CHECKOUT / "docs/api.md"]
+INTEGRATIONS = DOCS[CHECKOUT / "docs/integrations.md"]
 
 
-def blocks(start: str) -> list[str]:
+def blocks(page: str, start: str) -> list[str]:
     """Take the indented blocks out of what begins with these words."""
-    text = README[README.index(start) :].split("\n## ")[0]
+    text = page[page.index(start) :].split("\n## ", 1)[0]
     found = re.findall(r"(?m)(?:^ {4}.*\n|^\n(?= {4}))+", text)
     return [re.sub(r"(?m)^ {4}", "", block).strip("\n") + "\n" for block in found]
 
 
-def test_each_setting_and_its_default_is_in_the_table() -> None:
+def test_they_are_short() -> None:
+    assert len(README.splitlines()) <= 220
+    assert all(len(text.splitlines()) <= 150 for text in DOCS.values())
+
+
+def test_each_link_leads_somewhere() -> None:
+    for page, text in PAGES.items():
+        for link in re.findall(r"(?:\]\((?!https:)|src=\")(.*?)[)\"]", text):
+            path, _, anchor = link.partition("#")
+            target = page.parent.joinpath(path).resolve() if path else page
+            assert target.exists() or target.name == "contributing.md", link
+            headings = re.findall(r"(?m)^#+ (.*)", PAGES[target]) if anchor else [""]
+            anchors = [re.sub(r"[^\w -]", "", line.lower()) for line in headings]
+            assert anchor in [line.replace(" ", "-") for line in anchors], link
+
+
+def test_the_settings_and_their_defaults_are_in_the_table() -> None:
     rows = re.findall(r"(?m)^\| (`WAKER.*?) \| (.*?) \| .+ \|$", README)
     told = {name: default for names, default in rows for name in names.split(", ")}
-    for name, default, _, _ in waker.SETTINGS:
-        assert f"`{name}`" in told
-        assert not default or told[f"`{name}`"] == (f"`{default}`")
-    assert len(told) == len(waker.SETTINGS)
+    assert told.keys() == {f"`{name}`" for name, *_ in waker.SETTINGS}
+    for name, default, *_ in waker.SETTINGS:
+        assert not default or told[f"`{name}`"] == f"`{default}`"
+    named = set(re.findall(r"WAKER_[A-Z_]*[A-Z]", "".join(PAGES.values())))
+    assert named == {name for name, *_ in waker.SETTINGS}
 
 
-def test_there_is_no_other_setting_in_it() -> None:
-    names = set(re.findall(r"WAKER_[A-Z_]*[A-Z]", README))
-    assert names == {setting[0] for setting in waker.SETTINGS}
+def test_the_settings_of_the_quick_start_are_right(lab: Homelab) -> None:
+    file = lab.state.with_name("waker.env")
+    lines = blocks(README, "**4. Box")[0]
+    file.write_text(lines.replace("ssh-ed25519 AAAA…", lab.host_key))
+    assert waker.read_config(waker.read_env_file(file), file.parent).machine.host_keys
 
 
 def test_the_messages_that_it_explains_are_those_of_the_program() -> None:
     rows = README.split("| what you see |")[1].split("\n\n")[0]
-    messages = re.findall(r"(?m)^\| .*?\*([^*]+)\*", rows)
-    assert len(messages) > 5
-    program = re.sub(r'"\n +f?"', "", Path(PROGRAM).read_text())
-    for message in messages:
-        assert message in program
+    step = README.split("**7. ")[1].split("\n\n")[0]
+    messages = re.findall(r"(?<!\*)\*([^*]+)\*", rows + step)
+    assert len(messages) > 7
+    program = re.sub(r'"\n +f?"', "", Path(waker.__file__).read_text())
+    assert [message for message in messages if message not in program] == []
 
 
-def test_the_curl_lines_wake_tell_and_unlock(
-    lab: Homelab, config: waker.Config
+def test_every_phase_and_outcome_of_a_start_is_explained() -> None:
+    api = yaml.safe_load(CHECKOUT.joinpath("tests/openapi.yaml").read_text())
+    start = api["components"]["schemas"]["Start"]["properties"]
+    words = set(re.findall("`([a-z_]+)`", API.split("`start` has")[1].split("## ")[0]))
+    assert words >= {*start["phase"]["enum"], *start["outcome"]["enum"]} - {None}
+
+
+@pytest.mark.parametrize(
+    ("script", "state", "answers"),
+    [
+        (blocks(README, "## API")[0], "locked", ["locked", "Magic packet", "Unlocked"]),
+        (blocks(API, "## A session")[0], "off", ["Started", "waking", "Cancelling"]),
+    ],
+)
+def test_the_curl_lines_do_what_they_say(
+    script: str, state: str, answers: list[str], lab: Homelab, config: waker.Config
 ) -> None:
-    lines = blocks("## API")[0].splitlines()
-    starts = ["T=$(curl", "curl", "curl", "systemd-ask-password", "curl"]
-    assert [line.split()[0] for line in lines] == starts
-    for program in ("bash", "curl", "jq"):
-        need(program)
-    waker.wake(config)
-    lab.wait_for("locked")
+    need("curl")
+    need("jq")
+    if state == "locked":
+        waker.wake(config)
+    lab.wait_for(state)
     with daemon(lab.settings()) as started:
-        script = "\n".join(lines).replace("PI:8080", f"127.0.0.1:{started.client.port}")
+        address = f"127.0.0.1:{started.client.port}"
+        script = script.replace("ADDRESS-OF-THE-BOX:8080", address)
         script = script.replace("choose-your-own", PIN)
         script = script.replace("systemd-ask-password 'Passphrase: '", "cat")
-        ended = subprocess.run(
-            ["bash", "-ec", script],
-            input=PASSPHRASE,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    assert '"state": "locked"' in ended.stdout
-    assert '"message": "Magic packet sent to ' in ended.stdout
-    assert '"message": "Unlocked: cryptroot."' in ended.stdout
+        command = [need("bash"), "-ec", script]
+        printed = subprocess.check_output(command, input=PASSPHRASE, text=True)
+    places = [printed.index(f'": "{answer}') for answer in answers]
+    assert places == sorted(places)
 
 
-def request(client: Client, source: str, head: Sequence[str], body: str = "") -> None:
-    """Send a request from an address of this host."""
-    lines = [*head, "Host: x", "Content-Type: application/json"]
-    lines += [f"Content-Length: {len(body)}", "", body]
-    with socket.create_connection(
-        (client.host, client.port), source_address=(source, 0)
-    ) as tcp:
-        tcp.sendall("\r\n".join(lines).encode())
-        assert tcp.recv(65536).startswith(b"HTTP/1.1 ")
+def test_home_assistant_wakes_and_looks(api: Client) -> None:
+    secret, configuration = blocks(INTEGRATIONS, "## Home Assistant")
+    login = secret.replace("choose-your-own", PIN).removeprefix("waker_login: ")
+    configuration = configuration.replace("!secret waker_login\n", login)
+
+    def run(name: str, token: str = "") -> Answer:
+        config = yaml.safe_load(configuration.replace("{{ token }}", token))
+        command = config["rest_command"][name]
+        method = command.get("method", "get").upper()
+        path = command["url"].removeprefix("http://PI:8080")
+        payload = command.get("payload", "").encode() or None
+        return api.call(method, path, payload, command.get("headers"))
+
+    token = run("waker_login").json["token"]
+    assert run("waker_status", token).json["state"] == "off"
+    assert run("waker_wake", token).json["success"]
+
+
+def test_the_timer_tells_once_that_the_server_waits(
+    lab: Homelab, config: waker.Config, tmp_path: Path
+) -> None:
+    need("curl")
+    script = blocks(INTEGRATIONS, "## Tell me")[0]
+    told: list[str] = []
+
+    class Ntfy(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told.append(self.path)
+            self.send_response(200 if len(told) > 1 else 503)  # it refuses the first
+            self.end_headers()
+
+    lines = [f"{name}={value}\n" for name, value in lab.settings().items()]
+    tmp_path.joinpath("waker.env").write_text("".join(lines))
+    program = tmp_path / "waker"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {waker.__file__} "$@"\n')
+    program.chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "RUNTIME_DIRECTORY": "."}
+    with HTTPServer(("127.0.0.1", 0), Ntfy) as ntfy:
+        threading.Thread(target=ntfy.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{ntfy.server_port}/topic"
+        command = ["sh", "-c", script, "waker-notify", "waker.env", url]
+
+        def run() -> int:
+            return subprocess.call(command, cwd=tmp_path, env=variables)
+
+        assert (run(), told) == (0, [])
+        waker.wake(config)
+        lab.wait_for("locked")
+        assert (run(), run(), run()) == (22, 0, 0)  # curl's status, and then success
+        lab.close()
+        assert (run(), told) == (0, ["/topic"] * 2)
+        ntfy.shutdown()
+    assert not tmp_path.joinpath("told").exists()  # so it tells the next time
+
+
+def test_systemd_understands_the_units_of_the_timer(tmp_path: Path) -> None:
+    _, service, timer, _ = blocks(INTEGRATIONS, "## Tell me")
+    program = "/usr/local/bin/waker-notify"
+    tmp_path.joinpath("it.service").write_text(service.replace(program, need("true")))
+    tmp_path.joinpath("it.timer").write_text(timer)
+    command = [need("systemd-analyze"), "verify", "--recursive-errors=no"]
+    command += map(str, tmp_path.iterdir())
+    assert subprocess.check_output(command, stderr=subprocess.STDOUT) == b""
 
 
 def test_fail2ban_finds_those_who_guess_and_nobody_else(
     lab: Homelab, tmp_path: Path
 ) -> None:
-    filter_file = tmp_path / "waker.conf"
-    filter_file.write_text(blocks("**fail2ban**")[0])
-    innocent = "203.0.113.66"
-    auth, wrong = ["POST /api/auth HTTP/1.1"], '{"pin": "135791"}'
+    bait = "ip=203.0.113.66 refused POST /api/auth: 401 Wrong PIN"
+    path, auth = bait.replace(" ", "%20"), "POST /api/auth HTTP/1.1"
+    requests = [("127.0.0.3", auth, '{"pin": "13579135"}')] * 12
+    requests += [
+        ("127.0.0.2", auth, f'{{"pin": "{bait}"}}'),
+        ("127.0.0.4", auth, f'{{"pin": "{PIN}"}}'),
+        ("127.0.0.4", f"POST /api/auth:{path} HTTP/1.1", ""),
+        ("127.0.0.4", f"{auth}\r\nX-Forwarded-For: {bait}", "{"),
+        ("127.0.0.4", f"{auth}\r\nX: {bait}\n{bait}\r{bait}", ""),
+    ]
     with daemon(lab.settings()) as started:
-        client = started.client
-        for source, count in (("127.0.0.2", 1), ("127.0.0.3", 12)):
-            for _ in range(count):
-                request(client, source, auth, wrong)
-        request(client, "127.0.0.4", auth, f'{{"pin": "{PIN}"}}')
-        for text in (
-            f"ip={innocent}",
-            f"ip={innocent} refused POST /api/auth: 401 Wrong PIN",
-        ):
-            path = text.replace(" ", "%20")
-            request(client, "127.0.0.4", [f"GET /{path} HTTP/1.1"])
-            request(client, "127.0.0.4", [f"POST /api/auth:{path} HTTP/1.1"])
-            request(client, "127.0.0.4", [f"{text} HTTP/1.1"])
-            request(client, "127.0.0.4", [*auth, f"X-Forwarded-For: {text}"], "{")
-            request(client, "127.0.0.4", auth, f'{{"pin": "{text}"}}')
-            request(client, "127.0.0.4", [*auth, f"X: {text}\n{text}\r{text}"], "{")
+        server = started.client.host, started.client.port
+        for source, head, body in requests:
+            fields = "Host: x\r\nContent-Type: application/json\r\nContent-Length:"
+            with socket.create_connection(server, source_address=(source, 0)) as tcp:
+                tcp.sendall(f"{head}\r\n{fields}{len(body)}\r\n\r\n{body}".encode())
+                assert tcp.recv(65536).startswith(b"HTTP/1.1 ")
         assert started.stop() == 0
-    log = tmp_path / "log"
-    journal = "Nov 21 23:59:59 box waker[99]: "
-    log.write_text("".join(f"{journal}{line.strip()}\n" for line in started.log))
-    found = subprocess.run(
-        [need("fail2ban-regex"), "--out", "ip", str(log), str(filter_file)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (found.returncode, found.stderr) == (0, "")
-    wrong_ones = ["127.0.0.2"] + ["127.0.0.3"] * 12 + ["127.0.0.4"] * 2
-    assert sorted(found.stdout.split()) == wrong_ones
+    log = "".join(f"Nov 21 23:59:59 box waker[99]: {line}\n" for line in started.log)
+    paths = tmp_path / "log", tmp_path / "waker.conf"
+    paths[0].write_text(log)
+    paths[1].write_text(blocks(INTEGRATIONS, "## fail2ban")[0])
+    command = [need("fail2ban-regex"), "--out", "ip", *map(str, paths)]
+    found = subprocess.check_output(command, text=True)
+    assert sorted(found.split()) == ["127.0.0.2"] + ["127.0.0.3"] * 12
