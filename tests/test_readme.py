@@ -126,7 +126,7 @@ def test_the_timer_tells_once_that_the_server_waits(
     lab: Homelab, config: waker.Config, tmp_path: Path
 ) -> None:
     need("curl")
-    script = blocks(INTEGRATIONS, "## Tell me")[0]
+    script, service, *_ = blocks(INTEGRATIONS, "## Tell me")
     told: list[str] = []
 
     class Ntfy(BaseHTTPRequestHandler):
@@ -137,10 +137,10 @@ def test_the_timer_tells_once_that_the_server_waits(
 
     lines = [f"{name}={value}\n" for name, value in lab.settings().items()]
     tmp_path.joinpath("waker.env").write_text("".join(lines))
-    program = tmp_path / "waker"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} {waker.__file__} "$@"\n')
-    program.chmod(0o755)
-    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "RUNTIME_DIRECTORY": "."}
+    lab.ssh_key.unlink()  # the unit does not hand it over
+    variables = dict(re.findall("Environment=(.*)=(.*)", service))
+    variables["RUNTIME_DIRECTORY"] = "."
+    script = f'waker() {{ {sys.executable} {waker.__file__} "$@"; }}\n{script}'
     with HTTPServer(("127.0.0.1", 0), Ntfy) as ntfy:
         threading.Thread(target=ntfy.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{ntfy.server_port}/topic"
