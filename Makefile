@@ -1,9 +1,11 @@
-# Every target makes the virtual environment that it needs.
+# Every target makes the virtual environment that it needs. Its first half runs waker;
+# the second half, which is ten times as big, tests it.
 
 PYTHON ?= python3
 PARAMIKO ?=
 VENV := .venv$(PARAMIKO)
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --disable-pip-version-check
 PYTEST_ARGS ?=
 # More than there are processors: most tests wait, for the most part; not the browser's.
 PARALLEL := --numprocesses 14 --maxschedchunk 1
@@ -17,15 +19,15 @@ EXAMPLES ?= 200
 SEED ?= 1
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## /make \1	/p' Makefile | expand -t 20
 
-demo: $(VENV)/done ## a homelab, the daemon and the page on loopback
-	@$(BIN)/python tests/homelab.py
+demo: $(VENV)/run ## try it: a make-believe machine; LISTEN=0.0.0.0:8080
+	@$(BIN)/python tests/homelab.py $(LISTEN)
 
-run: $(VENV)/done ## the daemon, with the settings of the environment or ENV_FILE=…
+run: $(VENV)/run ## the daemon, set up by the environment or ENV_FILE=FILE
 	@$(BIN)/python waker.py $(if $(ENV_FILE),--env-file $(ENV_FILE))
 
-dist: dist/waker ## one file, with the page inside
+dist: dist/waker ## the one file to install, dist/waker
 
 dist/waker: always
 	mkdir -p dist
@@ -35,7 +37,7 @@ dist/waker: always
 	chmod 755 $@.part
 	mv -f $@.part $@
 
-install: install-$(INIT) ## as a service of systemd or procd; PREFIX, DESTDIR, INIT
+install: install-$(INIT) ## the service; INIT=systemd or procd, PREFIX=, DESTDIR=
 	test -e "$(CONFIG)" || install -d -m 700 "$(CONFIG)"
 	test -e "$(CONFIG)/waker.env" -o -L "$(CONFIG)/waker.env" || \
 		install -m 600 waker.env.example "$(CONFIG)/waker.env"
@@ -54,34 +56,38 @@ install-procd: install-program
 	sed 's|/usr/bin|$(PREFIX)/bin|' waker.init > dist/waker.init
 	install -m 755 dist/waker.init "$(DESTDIR)/etc/init.d/waker"
 
-uninstall: ## removes all of that but the configuration
+uninstall: ## remove the service, but not its settings and keys
 	rm -f "$(DESTDIR)$(PREFIX)/bin/waker" "$(DESTDIR)$(UNITS)/waker.service" \
 		"$(DESTDIR)/etc/init.d/waker"
 	@echo "$(CONFIG) is left; it has your settings and keys."
 
-test: $(VENV)/done ## all tests; those that lack a program or root are skipped
+test: $(VENV)/done ## all tests, or T=tests/test_wake.py, or T='-k broadcast'
+ifdef T
+	$(BIN)/python -m pytest --numprocesses 4 $(PYTEST_ARGS) $(T)
+else
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS) --ignore tests/test_page.py
 	$(BIN)/python -m pytest --numprocesses 4 $(PYTEST_ARGS) tests/test_page.py
+endif
 
-fuzz: $(VENV)/done ## invented requests and inputs, EXAMPLES=200 of each, SEED=1
+fuzz: $(VENV)/done ## invented requests and inputs; EXAMPLES=200, SEED=1
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_properties.py \
 		--examples $(EXAMPLES) --hypothesis-seed $(SEED)
 	$(BIN)/python tests/fuzz.py --examples $(EXAMPLES) --seed $(SEED)
 
-siege: $(VENV)/done ## the daemon under attack, 20 minutes; ATTACK=flood for some
+siege: $(VENV)/done ## the daemon under attack, 20 minutes; ATTACK=flood
 	$(BIN)/python tests/siege.py $(if $(ATTACK),"$(ATTACK)")
 
-test-vm: $(VENV)/done ## real machines with encrypted disks, in QEMU; wants root
+test-vm: $(VENV)/done ## real machines with encrypted disks in QEMU, as root
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --numprocesses 2 --maxschedchunk 1 tests/vm
 
-test-paramiko: $(VENV)/done ## what needs paramiko alone, with PARAMIKO=2.12.0 for example
+test-paramiko: $(VENV)/done ## what depends on paramiko; PARAMIKO=2.12.0
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS) tests/test_unlock.py \
 		tests/test_check.py tests/test_openwrt.py
 
-bench: .venv-bench/done ## waker beside its peers, 10 minutes; wants root; JSON=FILE
+bench: .venv-bench/done ## waker beside its peers, 10 minutes, as root; JSON=FILE
 	.venv-bench/bin/python tests/bench.py $(if $(JSON),--json "$(JSON)")
 
-screenshots: $(VENV)/done ## the page in every state, to tests/screenshots/
+screenshots: $(VENV)/done ## the page in every state, in tests/screenshots/
 	$(BIN)/python tests/screenshots.py
 
 lint: $(VENV)/done ## ruff and mypy
@@ -94,10 +100,13 @@ clean: ## remove what the other targets made
 		__pycache__ tests/__pycache__ tests/vm/__pycache__
 
 # With PARAMIKO=VERSION, an environment of its own has that version.
-$(VENV)/done: tests/requirements.txt
+$(VENV)/run: tests/run_requirements.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r tests/requirements.txt
-	$(if $(PARAMIKO),$(BIN)/pip install --quiet paramiko==$(PARAMIKO))
+	$(PIP) $(if $(PARAMIKO),paramiko==$(PARAMIKO),-r $<)
+	touch $@
+
+$(VENV)/done: tests/requirements.txt $(VENV)/run
+	$(PIP) -r $<
 	touch $@
 
 .venv-bench/done: tests/bench_requirements.txt
