@@ -4,38 +4,29 @@ It listens for its own magic packet, "powers on", runs an SSH server that behave
 Debian's initrd, and after the unlock gives way to the booted system's, which has
 another host key. Off means off: its ports swallow connections, as a sleeping machine's.
 
-Run as a program it adds the daemon, and tells how to use both:
-
-    python3 tests/homelab.py
+As a program, `make demo`, it adds the daemon and tells how to use both. It needs
+paramiko and nothing else.
 """
 
 import contextlib
+import os
 import socket
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import paramiko
 from cryptroot_unlock import Disks, cryptroot_unlock
-from paramiko.common import (
-    AUTH_FAILED,
-    AUTH_SUCCESSFUL,
-    OPEN_FAILED_RESOURCE_SHORTAGE,
-    OPEN_SUCCEEDED,
-)
+from paramiko import common
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import waker
 
-DROPBEAR = "SSH-2.0-dropbear_2022.83"
 paramiko.util.get_logger("paramiko").setLevel("CRITICAL")  # it logs every hang-up
-
+DROPBEAR = "SSH-2.0-dropbear_2022.83"
 OPENSSH = "SSH-2.0-OpenSSH_9.2p1 Debian-2+deb12u7"
-
-
-class PowerLost(Exception):
-    """The machine has no power any more."""
 
 
 def new_key() -> paramiko.ECDSAKey:
@@ -71,7 +62,9 @@ class Blackhole:
         self._listener = bind(address, port)
         self._listener.listen(0)
         self.port = int(self._listener.getsockname()[1])
-        self._filler = socket.create_connection((address, self.port))
+        self._filler = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._filler.setblocking(False)  # somebody else may have filled it before
+        self._filler.connect_ex((address, self.port))
 
     def close(self) -> None:
         self._filler.close()
@@ -81,8 +74,7 @@ class Blackhole:
 class Session(paramiko.ServerInterface):
     """One SSH connection: who may log in, and what a command does.
 
-    It takes one command at a time: dropbear, too, may end a channel that is opened
-    while the command of another one ends.
+    It takes one command at a time: dropbear, too, may refuse one while another ends.
     """
 
     def __init__(self, server: "SshServer") -> None:
@@ -94,12 +86,12 @@ class Session(paramiko.ServerInterface):
 
     def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
         if (username, public_line(key)) == ("root", self._server.authorized):
-            return AUTH_SUCCESSFUL
-        return AUTH_FAILED
+            return common.AUTH_SUCCESSFUL
+        return common.AUTH_FAILED
 
     def check_channel_request(self, kind: str, chanid: int) -> int:
         busy = self._channel and not self._channel.eof_sent
-        return OPEN_FAILED_RESOURCE_SHORTAGE if busy else OPEN_SUCCEEDED
+        return common.OPEN_FAILED_RESOURCE_SHORTAGE if busy else common.OPEN_SUCCEEDED
 
     def check_channel_exec_request(
         self, channel: paramiko.Channel, command: bytes
@@ -124,10 +116,8 @@ class SshServer:
     ) -> None:
         self.authorized = authorized
         self.ended = threading.Event()  # set when the last disk is unlocked
-        self._listener = listener
-        self._host_key = host_key
-        self._ident = ident
-        self._state = state
+        self._listener, self._state = listener, state
+        self._host_key, self._ident = host_key, ident
         self._transports: list[paramiko.Transport] = []
         listener.listen(16)
         threading.Thread(target=self._accept, daemon=True).start()
@@ -145,7 +135,7 @@ class SshServer:
 
     def run(self, channel: paramiko.Channel, command: bytes) -> None:
         """Run a command for a client, as its login shell would."""
-        with contextlib.suppress(OSError, EOFError, PowerLost):  # the client has gone
+        with contextlib.suppress(OSError, EOFError):  # the client has gone
             if command != b"cryptroot-unlock" or not self._state:
                 channel.sendall_stderr(b"sh: %b: not found\n" % command)
                 channel.send_exit_status(127)
@@ -165,7 +155,7 @@ class SshServer:
     def _lose_power(self) -> None:
         self.close()
         self.ended.set()
-        raise PowerLost
+        raise EOFError
 
     def close(self) -> None:
         """Hang up on everybody."""
@@ -196,28 +186,24 @@ class Homelab:
     ) -> None:
         self.address = address
         self.mac = "52:54:00:12:34:56"
-        self.state = folder / "disks.json"
-        self.ssh_key = folder / "ssh_key"
-        self._pace = pace
-        self._idents = idents
-        self._stop = threading.Event()
+        self.state, self.ssh_key = folder / "disks.json", folder / "ssh_key"
+        self._pace, self._disks = pace, disks
+        self._stop, self._power_cut = threading.Event(), threading.Event()
         self._changed = threading.Condition()
-        disks.save(self.state)
         client_key = new_key()
         client_key.write_private_key_file(str(self.ssh_key))
         self._authorized = public_line(client_key)
-        self._initrd_key, self._system_key = new_key(), new_key()
-        self.host_key = public_line(self._initrd_key)
+        self._initrd, self._system = ((new_key(), ident) for ident in idents)
+        self.host_key = public_line(self._initrd[0])
         self.packets: list[bytes] = []
         self._udp = bind_udp("", packet_port)  # so that a broadcast is heard, too
         self.packet_port = int(self._udp.getsockname()[1])
         # Each port stays taken from end to end, whoever listens on it in between.
         self._taken = [bind(address, 0) for _ in range(1 if shared_port else 2)]
-        ports = [int(taken.getsockname()[1]) for taken in self._taken]
-        self.initrd_port, self.system_port = ports[0], ports[-1]
-        holes = [Blackhole(address, port) for port in ports]
-        self.phase = "off"
-        self._thread = threading.Thread(target=self._live, args=(holes,), daemon=True)
+        self._ports = [int(taken.getsockname()[1]) for taken in self._taken]
+        self.initrd_port, self.system_port = self._ports[0], self._ports[-1]
+        self._turn_off()
+        self._thread = threading.Thread(target=self._live, daemon=True)
         self._thread.start()
 
     def settings(self) -> dict[str, str]:
@@ -243,6 +229,18 @@ class Homelab:
             if not self._changed.wait_for(lambda: self.phase == phase, 60):
                 raise TimeoutError(f"it is {self.phase}, not {phase}")
 
+    def _turn_off(self) -> None:
+        self._disks.save(self.state)
+        self._power_cut.clear()
+        self._holes = [Blackhole(self.address, port) for port in self._ports]
+        self._enter("off")
+
+    def obey(self, descriptor: int) -> None:
+        """Cut the power of the running machine at each input, until that ends."""
+        while os.read(descriptor, 1024):
+            if self.phase != "off":
+                self._power_cut.set()
+
     def _sleep_until_packet(self) -> None:
         wanted = b"\xff" * 6 + bytes.fromhex(self.mac.replace(":", "")) * 16
         packet = b""
@@ -251,79 +249,82 @@ class Homelab:
                 packet = self._udp.recv(2048)
                 self.packets.append(packet)
 
-    def _live(self, holes: list[Blackhole]) -> None:
-        """Sleep, boot, wait for the passphrase, boot on, be up; each once."""
-        self._sleep_until_packet()
-        for hole in holes:
-            hole.close()
+    def _boot(self) -> None:
+        """Wait for the passphrase, boot on, and be up until the power is cut."""
         self._enter("booting")
-        self._stop.wait(self._pace)
-        with contextlib.closing(
-            SshServer(
-                bind(self.address, self.initrd_port),
-                self._initrd_key,
-                self._idents[0],
-                authorized=self._authorized,
-                state=self.state,
-            )
-        ) as initrd:
+        self._power_cut.wait(self._pace)
+        listener = bind(self.address, self.initrd_port)
+        initrd = SshServer(listener, *self._initrd, self._authorized, self.state)
+        with contextlib.closing(initrd):
             self._enter("locked")
-            while not (initrd.ended.wait(0.05) or self._stop.is_set()):
+            while not (initrd.ended.wait(0.05) or self._power_cut.is_set()):
                 pass
         if Disks.load(self.state).locked:
-            self._enter("off")
             return
         self._enter("booting")
-        self._stop.wait(self._pace)
+        self._power_cut.wait(self._pace)
         listener = bind(self.address, self.system_port)
-        with contextlib.closing(SshServer(listener, self._system_key, self._idents[1])):
+        with contextlib.closing(SshServer(listener, *self._system)):
             self._enter("up")
-            self._stop.wait()
+            self._power_cut.wait()
+
+    def _live(self) -> None:
+        while not self._stop.is_set():
+            self._sleep_until_packet()
+            for hole in self._holes:
+                hole.close()
+            self._boot()
+            with contextlib.suppress(TimeoutError):
+                while self._udp.recv(2048):
+                    pass  # came while it was awake, and must not wake it later
+            self._turn_off()
 
     def close(self) -> None:
         """Take the machine away."""
         self._stop.set()
+        self._power_cut.set()
         self._thread.join()
-        self._udp.close()
-        for taken in self._taken:
+        for taken in [self._udp, *self._taken]:
             taken.close()
+        for hole in self._holes:
+            hole.close()
 
 
-def choose_port(address: str, wish: int) -> int:
-    """Tell a free port, the wish if it is one."""
-    try:
-        taken = bind(address, wish)
-    except OSError:
-        taken = bind(address, 0)
-    with taken:
-        return int(taken.getsockname()[1])
+def choose_address(wishes: Sequence[str]) -> tuple[str, int]:
+    """Take the first that can be listened on, or end the program."""
+    for wish in wishes:
+        with contextlib.suppress(ValueError, OSError):
+            with waker.listen(waker.parse_listen(wish)) as free:
+                return str(free.getsockname()[0]), int(free.getsockname()[1])
+    sys.exit("LISTEN must be a free ADDRESS:PORT of this box, such as 0.0.0.0:8080")
 
 
-def main() -> int:
-    """Run the homelab and the daemon until ^C."""
+def url(address: str, port: int) -> str:
+    """Write a URL that a phone can open; for every address, with one of this box."""
+    if address in ("::", "0.0.0.0"):
+        udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        with udp, contextlib.suppress(OSError):  # there is no network
+            udp.connect(("192.0.2.1", 9))  # this sends nothing
+            address = str(udp.getsockname()[0])
+    host = f"[{address}]" if ":" in address else address
+    return f"http://{host}:{port}/"
+
+
+def main(*wish: str) -> int:
+    """Run the homelab and the daemon until ^C; Enter switches the machine off."""
     pin, passphrase = "24681012", "correct horse battery staple"
+    listen = choose_address(wish or ("127.0.0.1:8080", "127.0.0.1:0"))
     with tempfile.TemporaryDirectory(prefix="waker-demo-") as name:
-        folder = Path(name)
-        machine = Homelab(folder, disks=Disks({"cryptroot": passphrase}), pace=4)
-        port = choose_port("127.0.0.1", 8080)
-        settings = machine.settings() | {
-            "WAKER_PIN": pin,
-            "WAKER_HOMELAB_NAME": "demo machine",
-            "WAKER_LISTEN": f"127.0.0.1:{port}",
-        }
-        config = waker.read_config(settings, folder)._replace(
-            packet_port=machine.packet_port
-        )
-        print(f"Open        http://127.0.0.1:{port}/")
-        print(f"PIN         {pin}")
-        print(f"passphrase  {passphrase}")
-        print("End with ^C. What follows is the daemon's log.", flush=True)
-        program = Path(waker.__file__)
-        app = waker.App(config, program)
-        status = waker.serve(app)
-        machine.close()
-    return status
+        machine = Homelab(Path(name), disks=Disks({"cryptroot": passphrase}), pace=4)
+        own = {"WAKER_PIN": pin, "WAKER_HOMELAB_NAME": "demo machine"}
+        config = waker.read_config(machine.settings() | own, Path(name))
+        config = config._replace(packet_port=machine.packet_port, listen=listen)
+        print(f"Open        {url(*listen)}")
+        print(f"PIN         {pin}\npassphrase  {passphrase}")
+        print("Enter switches the machine off, ^C ends. The log:", flush=True)
+        threading.Thread(target=machine.obey, args=(0,), daemon=True).start()
+        return waker.serve(waker.App(config, Path(waker.__file__)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

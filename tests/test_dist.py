@@ -1,15 +1,18 @@
-"""The one file: it is what the two files are, and it runs alone."""
+"""The one file: it is what the two files are, and it runs alone; and the demo."""
 
 import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
-from conftest import CHECKOUT, PASSPHRASE, PROGRAM, daemon, make, need
+from conftest import CHECKOUT, PASSPHRASE, PROGRAM, Client, daemon, make, need
 from homelab import Homelab
+from test_daemon import wait_for
 
 import waker
 
@@ -67,6 +70,71 @@ def test_an_older_one_is_never_taken_for_it(tmp_path: Path) -> None:
         page.write_text(damage)
         assert subprocess.run(command, capture_output=True, check=False).returncode == 2
         assert "<title>new " in (tmp_path / "dist" / "waker").read_text()
+
+
+DEMO_PARTS = "homelab", "cryptroot_unlock"
+DEMO = sys.executable, str(CHECKOUT / "tests/homelab.py")
+
+
+@pytest.fixture
+def demo() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [*DEMO, "0.0.0.0:0"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as started:
+        yield started
+        started.terminate()
+
+
+def test_the_demo_can_be_shown_twice(demo: subprocess.Popen[str]) -> None:
+    assert demo.stdin
+    assert demo.stdout
+    lines = [demo.stdout.readline().strip() for _ in range(5)]
+    assert "listens on" in lines[-1]
+    where, pin, passphrase = (line.split(None, 1)[1] for line in lines[:3])
+    url = urlsplit(where)
+    client = Client(url.port or 0, host=url.hostname or "").log_in(pin)
+
+    def state() -> str:
+        return str(client.call("GET", "/api/status").json["state"])
+
+    for _ in range(2):
+        assert state() == "off"
+        client.call("POST", "/api/start", {"passphrase": passphrase})
+        wait_for(lambda: state() == "up")
+        demo.stdin.write("\n")
+        demo.stdin.flush()
+        wait_for(lambda: state() == "off")
+    demo.stdin.close()
+    assert state() == "off"
+    demo.terminate()
+    assert demo.wait() == 0
+
+
+@pytest.mark.parametrize("wish", ["8080", "203.0.113.9:80", "box:80"])
+def test_a_demo_that_cannot_listen_says_so(wish: str) -> None:
+    ended = subprocess.run([*DEMO, wish], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == (
+        "LISTEN must be a free ADDRESS:PORT of this box, such as 0.0.0.0:8080\n"
+    )
+
+
+def test_the_demo_needs_paramiko_and_nothing_else() -> None:
+    sources = [CHECKOUT / "tests" / f"{name}.py" for name in DEMO_PARTS]
+    lines = "".join(path.read_text() for path in sources)
+    modules = set(re.findall(r"(?m)^ *(?:import|from) (\w+)", lines))
+    assert modules - sys.stdlib_module_names == {"paramiko", "waker", *DEMO_PARTS[1:]}
+
+
+def test_the_targets_of_make_are_in_columns(tmp_path: Path) -> None:
+    lines = make(tmp_path, "help").stdout.splitlines()
+    assert len(lines) > 10
+    assert {line[19] for line in lines} == {" "}
+    assert not [line for line in lines if line[20] == " " or len(line) > 80]
 
 
 def test_the_changes_begin_with_its_version() -> None:
