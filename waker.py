@@ -157,23 +157,32 @@ def within(address: str, networks: Iterable[Network]) -> bool:
     return any(ipaddress.ip_address(address) in network for network in networks)
 
 
+# What a file begins with that is no private key, and the remedy; the first row counts.
+NOT_KEYS: Final = (
+    (r"(ssh|ecdsa)-", "is a public key; name the private one, without .pub"),
+    (r"PuTTY-|\0\0\0", "is PuTTY's or dropbear's; convert it to OpenSSH's format"),
+    (r"(?s)(?!.*PRIVATE KEY)", "must be an Ed25519, ECDSA or RSA private key"),
+)
+
+
 def file_fault(path: Path, *, private: bool = False) -> str:
     """Return a file's problem and its remedy, or an empty string."""
     try:
         about = path.stat()
         if not path.is_file():
             return f"{path} is not a file; correct the path"
-        path.open("rb").close()
+        content = path.read_bytes().decode("latin-1")
     except FileNotFoundError:
         return f"{path} is missing or empty"
     except OSError as error:
         return f"{path}: {error.strerror}; try with sudo"
-    if about.st_size < 2:  # our unit hands over a line end for no file
-        copied = f"systemd copies it from /etc/waker/{path.name}"
-        return f"{path} is missing or empty ({copied})"
-    if private and about.st_mode & 0o007:  # its group may: systemd's copies have one
-        return f"{path} is open to others; chmod 600 {path}"
-    return ""
+    rows = NOT_KEYS if private else ()
+    fault = next((told for bad, told in rows if re.match(bad, content)), "")
+    if len(content) < 2:  # our unit hands over a line end for no file
+        fault = f"is missing or empty (systemd copies it from /etc/waker/{path.name})"
+    elif private and not fault and about.st_mode & 0o007:  # a group may: systemd's has
+        fault = f"is open to others; chmod 600 {path}"
+    return fault and f"{path} {fault}"
 
 
 class Fault(Exception):
@@ -349,7 +358,7 @@ class Port(enum.Enum):
     OPEN = "is open"
     CLOSED = "refuses connections"  # so the machine is there
     SILENT = "does not answer"
-    UNSEEN = "could not be checked"
+    UNSEEN = "could not be checked; is WAKER_HOMELAB_HOST right?"
 
 
 class Sight(NamedTuple):
@@ -580,7 +589,7 @@ def load_key(path: Path) -> "PKey":
         try:
             return kind.from_private_key_file(str(path))
         except paramiko.PasswordRequiredException:
-            reason = f"SSH key {path} must not be encrypted"
+            reason = f"SSH key {path} must not be encrypted; ssh-keygen -p -f {path}"
             raise NotSent(Outcome.ERROR, reason) from None
         except PEER_ERRORS:
             continue  # it is of another type, or damaged
@@ -789,20 +798,6 @@ def matching(pattern: str, text: str) -> str:
     return text
 
 
-def parse_host(text: str) -> str:
-    """Read the machine's address. A name is looked up once, to tell its address."""
-    try:
-        return plain_address(text)
-    except ValueError:
-        matching(r"\w[\w.-]{0,252}", text)
-    # Bytes avoid the idna codec, which OpenWrt packages separately.
-    rows = socket.getaddrinfo(text.encode(), None, type=socket.SOCK_STREAM)
-    raise ConfigError(
-        f"WAKER_HOMELAB_HOST must be an IP address: {text} is {rows[0][4][0]} now;"
-        " use this IP and reserve it in your router's DHCP"
-    )
-
-
 def parse_port(text: str) -> int:
     if int(matching("[1-9][0-9]{0,4}", text)) > 65535:
         raise ValueError
@@ -829,27 +824,36 @@ def parse_networks(text: str) -> tuple[Network, ...]:
     return tuple(map(ipaddress.ip_network, text.split(","))) if text else ()
 
 
-# Name, default, parser (raises ValueError or OSError), what is right; in the order of
-# Machine and Config. An environment variable, or a line of FILE; empty means not set.
+# Name, default, parser (raises ValueError), what is right; more words for a mistake.
+# In the order of Machine and Config. From the environment or FILE; empty means not set.
 Setting = tuple[str, str, Callable[[str], object], str]
 USER: Final = functools.partial(matching, "[!-~]{1,64}")
 TITLE: Final = functools.partial(matching, "[^\x00-\x1f\x7f-\x9f]{0,64}")
+HOST: Final = "an IP address such as 192.168.1.20; `ping NAME` tells that of a name"
+KEYS: Final = "a line such as ssh-ed25519 AAAA...; the whole key, not its fingerprint"
 SETTINGS: Final[tuple[Setting, ...]] = (
-    ("WAKER_HOMELAB_HOST", "", parse_host, "an IP address such as 192.168.1.20"),
-    ("WAKER_INITRD", "cryptroot", parse_dialect, "cryptroot or systemd"),
+    ("WAKER_HOMELAB_HOST", "", plain_address, HOST),
+    ("WAKER_INITRD", "cryptroot", parse_dialect, "cryptroot (dropbear) or systemd"),
     ("WAKER_INITRD_SSH_PORT", "2222", parse_port, "a port, 1 to 65535"),
     ("WAKER_SYSTEM_SSH_PORT", "22", parse_port, "a port, 1 to 65535"),
     ("WAKER_SSH_USER", "root", USER, "a user's name"),
     ("WAKER_SSH_KEY", "ssh_key", parse_path, "the path of the SSH key"),
-    ("WAKER_SSH_HOST_KEY", "", HostKey.parse_all, "a line such as ssh-ed25519 AAAA..."),
+    ("WAKER_SSH_HOST_KEY", "", HostKey.parse_all, KEYS),
     ("WAKER_HOMELAB_MAC", "", parse_mac, "a MAC address such as 52:54:00:12:34:56"),
     ("WAKER_HOMELAB_BROADCAST", "255.255.255.255", IPv4Address, "an IPv4 address"),
     ("WAKER_HOMELAB_NAME", "", TITLE, "a name of at most 64 characters"),
     ("WAKER_PIN", "", Pin, "8 to 128 characters"),
-    ("WAKER_LISTEN", "[::]:8080", parse_listen, "ADDRESS:PORT such as 127.0.0.1:8080"),
+    ("WAKER_LISTEN", "[::]:8080", parse_listen, "ADDRESS:PORT such as 0.0.0.0:8080"),
     ("WAKER_TLS_CERT", "", parse_path, "the path of a certificate"),
     ("WAKER_TLS_KEY", "", parse_path, "the path of the TLS key"),
-    ("WAKER_TRUSTED_PROXY", "", parse_networks, "addresses or networks: 10.0.0.2"),
+    ("WAKER_TRUSTED_PROXY", "", parse_networks, "addresses such as 10.0.0.2,10.0.0.3"),
+)
+# What begins a value of FILE that is a mistake, and the remedy; the first row counts.
+NOT_VALUES: Final = (
+    (r"#|(['\"]).*\1\s+#|[^'\"].*\s#", "move the comment to its own line, or quote it"),
+    (r"[\u2018-\u201f]", "use straight quotes, or none"),
+    (r"(['\"])(?!.*\1$)", "end the value with the quote that begins it"),
+    (r"(?!['\"]).*\sWAKER_\w+=", "give each setting a line of its own"),
 )
 
 
@@ -860,26 +864,25 @@ def read_env_file(path: Path) -> dict[str, str]:
     try:
         text = path.read_text("utf-8-sig")  # some editors begin with a mark
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} must be UTF-8") from None
+        raise ConfigError(f"{path} must be UTF-8; save it as that") from None
     values: dict[str, str] = {}
-    faults = []
+    faults: dict[str, list[str]] = {}
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
-        found = re.fullmatch(r"(\w+)=\s*(?:\"(.*)\"|'(.*)'|([^'\"].*)?)", line)
-        where = f"{path}, line {number}"
-        if not line or line.startswith("#"):
-            continue
-        if not found:
-            faults.append(f"{where} must be NAME=value")
-        elif not found[1].startswith("WAKER_"):
+        if re.match(r"(?i)#|$|(?!waker_)\w+\s*=", line):
             continue  # none of our business
-        elif found[1] in values:
-            faults.append(f"{where} sets {found[1]} again; delete one of the two lines")
-        elif found[4] and re.search(r"\s#", line):
-            faults.append(f"{where} has a # in it; move the comment or quote the value")
-        else:
-            values[found[1]] = found[2] or found[3] or found[4] or ""
+        found = re.fullmatch(r"(\w+)\s*=\s*(.*)", line)
+        fault = "write NAME=value, without `export`"
+        if found:
+            name, value = found.groups()
+            fault = next((told for bad, told in NOT_VALUES if re.match(bad, value)), "")
+            if name in values:
+                fault = f"{name} is set twice; delete one of the two lines"
+            values[name] = value[1:-1] if value.startswith(("'", '"')) else value
+        if fault:
+            faults.setdefault(fault, []).append(str(number))
     if faults:
-        raise ConfigError("\n".join(faults))
+        rows = (f"{path}, line {', '.join(faults[fault])}: {fault}" for fault in faults)
+        raise ConfigError("\n".join(rows))
     return values
 
 
@@ -913,10 +916,9 @@ def parse_settings(count: int, values: Mapping[str, str], folder: Path) -> list[
         try:
             value = parse(text)
             parsed[name] = folder / value if isinstance(value, Path) else value
-        except (ValueError, OSError):
-            faults.append(f"{name}{'' if text else ' is not set; it'} must be {right}")
-        except ConfigError as error:
-            faults.append(str(error))
+        except ValueError:
+            unset = f"is not set; it must be {right.partition(';')[0]}"
+            faults.append(f"{name} {f'must be {right}' if text else unset}")
     faults += find_conflicts(parsed)
     if faults:
         raise ConfigError("\n".join(faults))
@@ -1738,18 +1740,20 @@ def check_machine(machine: Machine) -> Iterator[Finding]:
     yield from check_unlocking(machine, waits=waits)
 
 
-def check(config: Config) -> Iterator[Finding]:
-    yield "configuration", "every value is right", OK
+def check(config: Config, file: Path | None) -> Iterator[Finding]:
+    seen, verdict = "every value is right", OK
+    if file and file.stat().st_mode & 0o007:
+        seen, verdict = f"{file} is open to others; chmod 600 {file}", WRONG
+    yield "configuration", seen, verdict
     if config.pin.is_number:
-        seen = "digits only: enough behind a VPN, too little for the open internet"
-        yield "PIN", seen, UNSEEN
+        yield "PIN", "digits only: enough behind a VPN, not on the internet", UNSEEN
     seen, verdict = f"{config.listen[1]} is free", OK
     try:
         listen(config.listen).close()
     except OSError as error:
-        seen, verdict = f"{error.strerror}", WRONG
+        seen, verdict = f"{error.strerror}; correct WAKER_LISTEN", WRONG
         if error.errno == errno.EADDRINUSE:
-            seen, verdict = f"{seen}; fine if waker is running", UNSEEN
+            seen, verdict = f"{seen}, unless waker itself is running", UNSEEN
     if 0 < config.listen[1] < 1024:
         seen, verdict = f"{config.listen[1]} needs root; use 1024 or above", WRONG
     yield "web port", seen, verdict
@@ -1778,10 +1782,8 @@ def make_tls(config: Config) -> "ssl.SSLContext | None":
     try:
         context.load_cert_chain(cert, key, password=b"")  # or it would ask for one
     except OSError:  # it would not tell which of them
-        raise ConfigError(
-            f"WAKER_TLS_CERT {cert} and WAKER_TLS_KEY {key} must be a certificate"
-            " and its private key, both PEM, the key unencrypted"
-        ) from None
+        right = "must be a certificate and its private key, both PEM, not encrypted"
+        raise ConfigError(f"WAKER_TLS_CERT and WAKER_TLS_KEY {right}") from None
     return context
 
 
@@ -1838,20 +1840,17 @@ def print_table(findings: Iterable[Finding]) -> int:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    epilog = f"settings, from the environment or FILE; if neither is given, {ENV_FILE}:"
+    epilog = f"settings, from FILE or the environment, which wins; else {ENV_FILE}:"
     for name, default, _, right in SETTINGS:
-        epilog += f"\n  {name:25}{right} [{default or 'none'}]"
+        epilog += f"\n  {name:25}{right.partition(';')[0]} [{default or 'none'}]"
     kind = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(epilog=epilog, formatter_class=kind)
     parser.description = "Wake a machine by magic packet and unlock its disk over SSH."
     add = parser.add_argument
     add("--version", action="version", version=f"waker {__version__}")
-    about = "NAME=value lines, overridden by the environment"
-    add("--env-file", metavar="FILE", type=Path, help=about)
-    about = "unlock: give up after N seconds, at least 6 [%(default)s]"
-    add("--seconds", metavar="N", type=int, default=90, help=about)
-    about = "serve: run the daemon (default); check: report problems; unlock: read a"
-    about += " passphrase from standard input, unlock once; state: print the state"
+    add("--env-file", metavar="FILE", type=Path, help="settings: lines NAME=value")
+    add("--seconds", metavar="N", type=int, default=90, help="for an unlock [90]")
+    about = "check tells mistakes; unlock reads a passphrase on standard input [serve]"
     commands = "serve", "check", "unlock", "state"
     add("command", nargs="?", choices=commands, default="serve", help=about)
     arguments = parser.parse_args(argv)
@@ -1887,7 +1886,7 @@ def main(argv: Sequence[str]) -> int:
         config = read_config(values, folder)
         app = App(config, Path(argv[0]), make_tls(config))
         if arguments.command == "check":
-            os._exit(print_table(check(config)))  # which hangs up as well
+            os._exit(print_table(check(config, file)))  # which hangs up as well
     except ConfigError as error:
         for line in str(error).splitlines():
             log(line)

@@ -807,9 +807,9 @@ def test_what_is_wrong_with_a_certificate_is_told(
         (("", key), "WAKER_TLS_CERT and WAKER_TLS_KEY must both be set"),
         ((cert, "/nowhere"), "/nowhere is missing or empty"),
         (("/nowhere", key), "/nowhere is missing or empty"),
-        ((cert, cert), "must be a certificate and its private key"),
+        ((cert, cert), "must be an Ed25519, ECDSA or RSA private key"),
         ((key, key), "must be a certificate and its private key"),
-        ((cert, str(locked.key)), "the key unencrypted"),
+        ((cert, str(locked.key)), "both PEM, not encrypted"),
         ((str(locked.cert), key), "must be a certificate and its private key"),
     ):
         names = ("WAKER_TLS_CERT", "WAKER_TLS_KEY")

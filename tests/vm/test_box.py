@@ -173,7 +173,7 @@ def see_each_fault_named(box: Box, right: dict[str, str], key: str) -> None:
     box.settle(right | {"WAKER_INITRD": "mandos", "WAKER_HOMELAB_MAK": ""})
     assert see_that_it_does_not_start(box) == [
         "WAKER_HOMELAB_MAK is not a setting; see `waker --help`",
-        "WAKER_INITRD must be cryptroot or systemd",
+        "WAKER_INITRD must be cryptroot (dropbear) or systemd",
     ]
     box.settle(right | {"WAKER_TLS_CERT": "cert.pem", "WAKER_TLS_KEY": "key.pem"})
     assert see_that_it_does_not_start(box) == [
