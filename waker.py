@@ -1751,7 +1751,8 @@ def check(config: Config, file: Path | None) -> Iterator[Finding]:
     try:
         listen(config.listen).close()
     except OSError as error:
-        seen, verdict = f"{error.strerror}; correct WAKER_LISTEN", WRONG
+        seen = f"{os.strerror(error.errno or 0)}; correct WAKER_LISTEN"
+        verdict = WRONG
         if error.errno == errno.EADDRINUSE:
             seen, verdict = f"{seen}, unless waker itself is running", UNSEEN
     if 0 < config.listen[1] < 1024:

@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import venv
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -18,9 +18,6 @@ from conftest import (
     PIN,
     PROGRAM,
     environment,
-    need,
-    need_root,
-    run_waker,
 )
 from cryptroot_unlock import Disks
 from homelab import Homelab, bind, new_key, public_line
@@ -34,8 +31,10 @@ BASE = {
     "WAKER_HOMELAB_MAC": "52:54:00:12:34:56",
     "WAKER_LISTEN": "127.0.0.1:0",
 }
+CHECK = sys.executable, PROGRAM, "check"
 NOT_SEEN = "-", "not seen; check again while the initrd waits for its passphrase"
 NOT_PINNED = "-", "no host key is pinned; run `waker check` while the initrd waits"
+UNPINNED = {"WAKER_SSH_HOST_KEY": ""}
 Table = dict[str, tuple[str, str]]
 __all__ = ["home"]  # a fixture
 Home = tuple[Namespace, Namespace, Namespace]
@@ -50,12 +49,10 @@ def read(printed: str) -> Table:
     return dict(zip(things, zip(rows, seen, strict=True), strict=True))
 
 
-def check(
-    settings: Mapping[str, str], command: Sequence[str] = (*MODULE, "check")
-) -> tuple[int, Table]:
+def check(settings: Mapping[str, str], *command: str) -> tuple[int, Table]:
     """Returns the exit status, and the table."""
     ended = subprocess.run(
-        command,
+        command or (*MODULE, "check"),
         cwd=CHECKOUT,
         env=environment(settings),
         capture_output=True,
@@ -88,6 +85,66 @@ def test_a_machine_that_is_off_is_nothing_wrong(lab: Homelab) -> None:
     }
     assert key.startswith("ecdsa-sha2-nistp256 SHA256:")
     assert lab.packets == []
+
+
+DIGITS = "- digits only: enough behind a VPN, not on the internet"
+TAKEN = "- Address already in use; correct WAKER_LISTEN, unless waker itself is running"
+ABROAD = "WRONG Cannot assign requested address; correct WAKER_LISTEN"
+LOW = (
+    "WRONG 81 needs root; use 1024 or above"  # the service is not root, whoever checks
+)
+WHERE = "- 22 could not be checked; is WAKER_HOMELAB_HOST right?"
+LOCKED = "WRONG SSH key {0}/locked must not be encrypted; ssh-keygen -p -f {0}/locked"
+EVERYBODY = {"WAKER_HOMELAB_HOST": "255.255.255.255", "WAKER_SYSTEM_SSH_PORT": "22"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "thing", "told"),
+    [
+        ({"WAKER_PIN": "24681012"}, "PIN", DIGITS),
+        ({"WAKER_LISTEN": "127.0.0.1:0"}, "web port", "ok 0 is free"),
+        ({"WAKER_LISTEN": "127.0.0.1:{1}"}, "web port", TAKEN),
+        ({"WAKER_LISTEN": "203.0.113.9:8080"}, "web port", ABROAD),
+        ({"WAKER_LISTEN": "127.0.0.1:81"}, "web port", LOW),
+        (EVERYBODY, "system's port", WHERE),
+        (UNPINNED, "host key", " ".join(NOT_PINNED)),
+        (
+            UNPINNED | {"WAKER_SSH_KEY": "/nowhere"},
+            "SSH key",
+            "WRONG SSH key /nowhere is missing or empty",
+        ),
+        ({"WAKER_SSH_KEY": "{0}/locked"}, "SSH key", LOCKED),
+    ],
+)
+def test_what_can_be_seen_without_the_machine_is_told(
+    lab: Homelab, tmp_path: Path, settings: dict[str, str], thing: str, told: str
+) -> None:
+    new_key().write_private_key_file(str(tmp_path / "locked"), password="secret")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        words = tmp_path, server.getsockname()[1]
+        more = {name: value.format(*words) for name, value in settings.items()}
+        status, table = check(BASE | lab.settings() | more)
+    assert " ".join(table[thing]) == told.format(*words)
+    assert status == told.startswith("WRONG")
+
+
+@pytest.mark.parametrize(
+    ("mode", "verdict", "seen"),
+    [
+        (0o604, "WRONG", "{0} is open to others; chmod 600 {0}"),
+        (0o440, "ok", "every value is right"),  # as systemd hands it over
+    ],
+)
+def test_settings_that_others_can_read_are_wrong(
+    lab: Homelab, tmp_path: Path, mode: int, verdict: str, seen: str
+) -> None:
+    file = tmp_path / "waker.env"
+    settings = (f"{name}={value}\n" for name, value in (lab.settings() | BASE).items())
+    file.write_text("".join(settings))
+    file.chmod(mode)
+    status, table = check({}, *CHECK, "--env-file", str(file))
+    assert table["configuration"] == (verdict, seen.format(file))
+    assert status == (verdict == "WRONG")
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -146,84 +203,6 @@ def test_a_key_that_is_not_let_in_is_wrong(tmp_path: Path) -> None:
     assert "add it to the initrd's authorized_keys" in table["login"][1]
 
 
-@pytest.mark.parametrize("pinned", [True, False])
-def test_an_encrypted_key_is_wrong(lab: Homelab, pinned: bool) -> None:
-    key = lab.ssh_key
-    new_key().write_private_key_file(str(key), password="secret")
-    pin = {} if pinned else {"WAKER_SSH_HOST_KEY": ""}
-    status, table = check(BASE | lab.settings() | pin)
-    told = f"SSH key {key} must not be encrypted; ssh-keygen -p -f {key}"
-    assert (status, table["SSH key"]) == (1, ("WRONG", told))
-
-
-def test_without_a_pinned_host_key_a_missing_key_is_wrong_all_the_same(
-    lab: Homelab,
-) -> None:
-    lab.ssh_key.unlink()
-    status, table = check(BASE | lab.settings() | {"WAKER_SSH_HOST_KEY": ""})
-    told = f"SSH key {lab.ssh_key} is missing or empty"
-    assert (status, table["SSH key"]) == (1, ("WRONG", told))
-
-
-@pytest.mark.parametrize(
-    ("mode", "verdict", "seen"),
-    [
-        (0o644, "WRONG", "{0} is open to others; chmod 600 {0}"),
-        (0o601, "WRONG", "{0} is open to others; chmod 600 {0}"),
-        (0o440, "ok", "every value is right"),  # as systemd hands it over
-    ],
-)
-def test_settings_that_others_can_read_are_wrong(
-    lab: Homelab, tmp_path: Path, mode: int, verdict: str, seen: str
-) -> None:
-    file = tmp_path / "waker.env"
-    settings = lab.settings() | BASE
-    file.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
-    file.chmod(mode)
-    ended = run_waker("--env-file", str(file), "check")
-    assert read(ended.stdout)["configuration"] == (verdict, seen.format(file))
-    assert ended.returncode == (verdict == "WRONG")
-
-
-@pytest.mark.parametrize(
-    ("listen", "verdict", "seen"),
-    [
-        ("127.0.0.1:0", "ok", "0 is free"),
-        ("127.0.0.1:{taken}", "-", ", unless waker itself is running"),
-        ("203.0.113.9:8080", "WRONG", "Cannot assign requested address"),
-        ("203.0.113.9:8080", "WRONG", "; correct WAKER_LISTEN"),
-    ],
-)
-def test_the_port_that_waker_would_open_is_tried(
-    lab: Homelab, listen: str, verdict: str, seen: str
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        listen = listen.format(taken=taken.getsockname()[1])
-        status, table = check(BASE | lab.settings() | {"WAKER_LISTEN": listen})
-    assert (status, table["web port"][0]) == (verdict == "WRONG", verdict)
-    assert seen in table["web port"][1]
-
-
-@pytest.mark.parametrize("allowed", ["everything", "nothing"])
-def test_a_port_for_root_alone_is_wrong(lab: Homelab, allowed: str) -> None:
-    """The service is not root, though who checks is."""
-    need_root()
-    command = [sys.executable, PROGRAM, "check"]
-    if allowed == "nothing":
-        command = [need("setpriv"), "--bounding-set=-all", *command]
-    settings = BASE | lab.settings() | {"WAKER_LISTEN": "127.0.0.1:81"}
-    status, table = check(settings, command)
-    assert status == 1
-    assert table["web port"] == ("WRONG", "81 needs root; use 1024 or above")
-
-
-@pytest.mark.parametrize(("pin", "told"), [("24681012", True), ("2468101x", False)])
-def test_a_pin_of_digits_alone_is_told(lab: Homelab, pin: str, told: bool) -> None:
-    status, table = check(BASE | lab.settings() | {"WAKER_PIN": pin})
-    words = "digits only: enough behind a VPN, not on the internet"
-    assert (status, table.get("PIN")) == (0, ("-", words) if told else None)
-
-
 @pytest.mark.parametrize("port", ["of its own", "of the initrd, too"])
 @pytest.mark.parametrize("pinned", [True, False])
 def test_the_key_of_a_system_that_is_up_is_not_to_be_pinned(
@@ -250,16 +229,11 @@ def test_an_openssh_where_dropbear_should_be_is_wrong_and_not_to_be_pinned(
     tmp_path: Path, pinned: bool
 ) -> None:
     with openssh(tmp_path, Disks({"cryptroot": PASSPHRASE})) as system:
-        pin = {} if pinned else {"WAKER_SSH_HOST_KEY": ""}
-        status, table = check(settings_of(system) | pin)
-    assert (status, table["initrd's port"][0], table["host key"][0]) == (
-        1,
-        "WRONG",
-        "-",
-    )
+        status, table = check(settings_of(system) | ({} if pinned else UNPINNED))
+    assert (status, table["initrd's port"][0]) == (1, "WRONG")
     told = ": is this the booted system? If not, set WAKER_INITRD=systemd"
     assert table["initrd's port"][1].endswith(told)
-    assert "SHA256" not in table["host key"][1]
+    assert table["host key"] == (NOT_SEEN if pinned else NOT_PINNED)
 
 
 def test_a_port_of_both_is_one_line(tmp_path: Path) -> None:
@@ -272,7 +246,7 @@ def test_a_port_of_both_is_one_line(tmp_path: Path) -> None:
 
 def test_it_ends_without_a_word_when_nobody_reads_on(lab: Homelab) -> None:
     with subprocess.Popen(
-        [sys.executable, PROGRAM, "check"],
+        CHECK,
         env=environment(BASE | lab.settings()),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -292,9 +266,8 @@ def test_what_a_port_says_is_shown_with_its_control_characters_escaped(
         listener.listen()
         port = listener.getsockname()[1]
         settings = BASE | lab.settings() | {"WAKER_SYSTEM_SSH_PORT": str(port)}
-        command = [sys.executable, PROGRAM, "check"]
         with subprocess.Popen(
-            command, env=environment(settings), stdout=subprocess.PIPE, text=True
+            CHECK, env=environment(settings), stdout=subprocess.PIPE, text=True
         ) as checking:
             with listener.accept()[0] as tcp:
                 tcp.sendall(b"\x1b[31m\xff\x00red\x07\r\nand its key exchange")
@@ -330,12 +303,9 @@ def test_the_way_of_the_packet_is_told_and_none_is_sent(
 
 def test_a_box_without_a_way_to_the_machine_is_wrong(home: Home, lab: Homelab) -> None:
     _, machine, _ = home
-    settings = BASE | lab.settings()
-    settings |= {"WAKER_HOMELAB_HOST": "198.51.100.9"}
+    settings = BASE | lab.settings() | {"WAKER_HOMELAB_HOST": "198.51.100.9"}
     settings |= {"WAKER_HOMELAB_BROADCAST": "255.255.255.255"}
-    status, table = check(
-        settings, [*machine.command(), sys.executable, PROGRAM, "check"]
-    )
+    status, table = check(settings, *machine.command(), *CHECK)
     assert status == 1
     told = "Network is unreachable; connect this box to the machine's network"
     assert table["magic packet"] == ("WRONG", told)
@@ -357,5 +327,5 @@ def test_a_paramiko_that_is_missing_or_incomplete_is_wrong(
         (tmp_path / "paramiko.py").write_text(source)
     settings = BASE | lab.settings() | {"PYTHONPATH": str(tmp_path)}
     python = str(tmp_path / "bare" / "bin" / "python")
-    status, table = check(settings, [python, PROGRAM, "check"])
+    status, table = check(settings, python, *CHECK[1:])
     assert (status, table["paramiko"]) == (1, ("WRONG", f"{waker.NO_PARAMIKO} {told}"))

@@ -741,7 +741,7 @@ def test_https_is_tls_1_2_or_later(https: Daemon, certificate: Certificate) -> N
         warnings.simplefilter("ignore")
         old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
     with socket.create_connection((https.client.host, https.client.port), 20) as tcp:
-        with pytest.raises(ssl.SSLError, match="(?i)version|handshake failure"):
+        with pytest.raises(ssl.SSLError, match=r"(?i)version|handshake failure"):
             old.wrap_socket(tcp, server_hostname="127.0.0.1")
 
 
