@@ -5,11 +5,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import PIN, make, need
+from conftest import CHECKOUT, PIN, make, need
 
 import waker
 
 UNIT = "usr/local/lib/systemd/system/waker.service"
+USR_UNIT = UNIT.replace("local/", "")
 
 
 def install(folder: Path, *variables: str) -> dict[str, tuple[str, str]]:
@@ -24,44 +25,24 @@ def install(folder: Path, *variables: str) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("variables", "modes"),
+    ("variables", "program", "service", "mode"),
     [
-        (
-            ["INIT=systemd"],
-            {
-                "usr/local/bin/waker": "0o100755",
-                "usr/local/lib/systemd/system/waker.service": "0o100644",
-                "etc/waker/waker.env": "0o100600",
-            },
-        ),
-        (
-            ["INIT=systemd", "PREFIX=/usr"],
-            {
-                "usr/bin/waker": "0o100755",
-                "usr/lib/systemd/system/waker.service": "0o100644",
-                "etc/waker/waker.env": "0o100600",
-            },
-        ),
-        (
-            ["INIT=procd"],
-            {
-                "usr/bin/waker": "0o100755",
-                "etc/init.d/waker": "0o100755",
-                "etc/waker/waker.env": "0o100600",
-            },
-        ),
+        ("INIT=systemd", "usr/local/bin/waker", UNIT, "0o100644"),
+        ("INIT=systemd PREFIX=/usr", "usr/bin/waker", USR_UNIT, "0o100644"),
+        ("INIT=procd", "usr/bin/waker", "etc/init.d/waker", "0o100755"),
     ],
 )
 def test_each_file_has_its_conventional_place_and_mode(
-    variables: list[str], modes: dict[str, str], tmp_path: Path
+    variables: str, program: str, service: str, mode: str, tmp_path: Path
 ) -> None:
-    files = install(tmp_path, *variables)
-    assert {name: mode for name, (mode, _) in files.items()} == modes
+    files = install(tmp_path, *variables.split())
+    assert {name: seen for name, (seen, _) in files.items()} == {
+        program: "0o100755",
+        service: mode,
+        "etc/waker/waker.env": "0o100600",
+    }
     assert (tmp_path / "root/etc/waker").stat().st_mode & 0o777 == 0o700
-    program = next(name for name in modes if name.endswith("bin/waker"))
-    for name, (_, text) in files.items():
-        if name.endswith((".service", "init.d/waker")):
-            assert f" /{program} --env-file " in text.replace("=", " ")
+    assert f" /{program} --env-file " in files[service][1].replace("=", " ")
 
 
 def test_a_place_that_begins_nowhere_is_refused(tmp_path: Path) -> None:
@@ -92,78 +73,66 @@ def test_a_configuration_is_neither_overwritten_nor_removed(tmp_path: Path) -> N
 def test_settings_that_are_elsewhere_just_now_are_not_overwritten(
     tmp_path: Path,
 ) -> None:
-    folder = tmp_path / "root/etc/waker"
-    folder.mkdir(parents=True)
-    (folder / "waker.env").symlink_to("../unmounted/waker.env")
+    link = tmp_path / "root/etc/waker/waker.env"
+    link.parent.mkdir(parents=True)
+    link.symlink_to("../unmounted/waker.env")
     install(tmp_path, "INIT=systemd")
-    assert (folder / "waker.env").is_symlink()
+    assert link.is_symlink()
 
 
 def test_the_example_wants_three_values_and_shows_every_setting(tmp_path: Path) -> None:
-    example = install(tmp_path, "INIT=systemd")["etc/waker/waker.env"][1]
+    example = CHECKOUT.joinpath("waker.env.example").read_text()
     file = tmp_path / "waker.env"
     file.write_text(example)
+    three = {
+        "WAKER_PIN": PIN,
+        "WAKER_HOMELAB_MAC": "52:54:00:12:34:56",
+        "WAKER_HOMELAB_HOST": "192.168.1.20",
+    }
     with pytest.raises(waker.ConfigError) as told:
         waker.read_config(waker.read_env_file(file), tmp_path)
-    missing = ["WAKER_PIN", "WAKER_HOMELAB_MAC", "WAKER_HOMELAB_HOST"]
-    faults = str(told.value).splitlines()
-    assert sorted(fault.split()[0] for fault in faults) == sorted(missing)
-    values = [PIN, "52:54:00:12:34:56", "192.168.1.20"]
-    for name, value in zip(missing, values, strict=True):
-        example = example.replace(f"\n{name}=\n", f"\n{name}={value}\n")
-    file.write_text(example)
-    config = waker.read_config(waker.read_env_file(file), tmp_path)
+    assert {fault.split()[0] for fault in str(told.value).splitlines()} == {*three}
     file.write_text(example.replace("\n#WAKER", "\nWAKER"))
     shown = waker.read_env_file(file)
     assert shown.keys() == {setting[0] for setting in waker.SETTINGS}
     for name, default, _, _ in waker.SETTINGS:
         assert default in ("", shown[name])
-    three = dict(zip(missing, values, strict=True))
-    wanted = waker.read_config(three, tmp_path)
-    assert config.pin.matches(PIN)
-    assert config == wanted._replace(pin=config.pin)
 
 
-def test_systemd_understands_the_unit(tmp_path: Path) -> None:
-    install(tmp_path, "INIT=systemd")
-    verify = [need("systemd-analyze"), "verify", "--man=no", "--recursive-errors=no"]
+def ended(*command: str) -> tuple[int, str]:
+    """Run a program, if there is one; returns its status, and all that it printed."""
     seen = subprocess.run(
-        [*verify, f"--root={tmp_path}/root", f"/{UNIT}"],
-        capture_output=True,
+        [need(command[0]), *command[1:]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         check=False,
     )
-    assert (seen.returncode, seen.stderr) == (0, "")
+    return seen.returncode, seen.stdout
+
+
+def test_systemd_understands_the_unit_and_does_not_restart_a_mistake(
+    tmp_path: Path,
+) -> None:
+    unit = install(tmp_path, "INIT=systemd")[UNIT][1]
+    verify = "systemd-analyze", "verify", "--man=no", "--recursive-errors=no"
+    assert ended(*verify, f"--root={tmp_path}/root", f"/{UNIT}") == (0, "")
+    assert f"\nRestartPreventExitStatus={os.EX_CONFIG}\n" in unit
 
 
 def test_the_sandbox_leaves_little_exposed(tmp_path: Path) -> None:
     install(tmp_path, "INIT=systemd")
     unit = tmp_path / "root" / UNIT
-    analyze = [need("systemd-analyze"), "security", "--offline=true", "--threshold=11"]
-    for text, status in (
-        (unit.read_text(), 0),
-        (unit.read_text().replace("CapabilityBoundingSet=\n", ""), 1),
-    ):
-        unit.write_text(text)
-        seen = subprocess.run([*analyze, str(unit)], capture_output=True, check=False)
-        assert (seen.returncode, seen.stderr) == (status, b"")
-
-
-def test_a_fault_in_the_configuration_is_not_tried_again(tmp_path: Path) -> None:
-    unit = install(tmp_path, "INIT=systemd")[UNIT][1]
-    assert f"\nRestartPreventExitStatus={os.EX_CONFIG}\n" in unit
+    analyze = "systemd-analyze", "security", "--offline=true", "--threshold=11"
+    assert ended(*analyze, str(unit))[0] == 0
+    unit.write_text(unit.read_text().replace("CapabilityBoundingSet=\n", ""))
+    assert ended(*analyze, str(unit))[0] == 1
 
 
 def test_the_script_for_procd_is_sound(tmp_path: Path) -> None:
     install(tmp_path, "INIT=procd")
     script = tmp_path / "root/etc/init.d/waker"
-    seen = subprocess.run(
-        [need("shellcheck"), "--shell=dash", str(script)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (seen.returncode, seen.stdout) == (0, "")
+    assert ended("shellcheck", "--shell=dash", str(script)) == (0, "")
 
 
 # In place of /etc/rc.common: what the script asks of the system is printed.
