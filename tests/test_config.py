@@ -244,6 +244,7 @@ def test_the_file_is_read_and_the_environment_wins(tmp_path: Path, encode: str) 
     text = (
         "# a comment\n\n  WAKER_PIN=plain#stays \r\nWAKER_SSH_USER='single # q'\n"
         'WAKER_HOMELAB_NAME = " double q"\r\nWAKER_HOMELAB_HOST= \nTZ=UTC # here\n'
+        "waker_pin=x"
     )
     file.write_bytes(text.encode(encode))
     assert waker.read_env_file(file) == {
@@ -251,11 +252,13 @@ def test_the_file_is_read_and_the_environment_wins(tmp_path: Path, encode: str) 
         "WAKER_SSH_USER": "single # q",
         "WAKER_HOMELAB_NAME": " double q",
         "WAKER_HOMELAB_HOST": "",
+        "waker_pin": "x",
     }
     settings = {"WAKER_SSH_USER": "root", "WAKER_INITRD": "x"}
     ended = run_waker("--env-file", str(file), settings=settings)
     told = [line.split()[0] for line in ended.stderr.splitlines()]
-    assert told == ["WAKER_HOMELAB_HOST", "WAKER_INITRD", "WAKER_HOMELAB_MAC"]
+    mine = ["WAKER_HOMELAB_HOST", "WAKER_INITRD", "WAKER_HOMELAB_MAC"]
+    assert told == ["waker_pin", *mine]
     assert ended.returncode == 78
 
 
