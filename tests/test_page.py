@@ -471,7 +471,8 @@ def test_after_a_cancel_the_form_waits_for_the_machine_to_ask(
     stage.show("locked", "cancelled", outcome)  # the initrd is about to go
     phone.look().sees("sent" if outcome == "unlocked" else "ready")
     stage.show("booting", "cancelled", outcome)
-    phone.look().sees("sent").reads(told)
+    expect(phone.look().page.locator("main[data-state=booting]")).to_be_visible()
+    phone.sees("sent").reads(told)
     stage.show("locked", "cancelled", outcome)  # it is another boot
     phone.look().sees("ready")
     stage.show("off", "cancelled", outcome)
@@ -571,10 +572,8 @@ def test_without_its_script_there_is_one_sentence(
         phone.page.set_content(SOURCE.replace("const STATES", "konst STATES"))
         assert "Unexpected identifier" in phone.console.pop()
     text = phone.page.inner_text("main").split("\n")
-    sentence = (
-        "This page needs JavaScript, which did not run. Reload it, or try another"
-    )
-    assert list(filter(None, text)) == ["waker", f"{sentence} browser."]
+    sentence = "Loading… If this stays, JavaScript did not run: reload the page, or try"
+    assert list(filter(None, text)) == ["waker", f"{sentence} another browser."]
 
 
 def test_plain_http_is_noticed_once(api: Client, phone: Phone) -> None:
