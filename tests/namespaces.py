@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import itertools
 import os
-import shutil
 import socket
 import subprocess
 import threading
@@ -67,21 +66,6 @@ class Namespace:
         if errors:
             raise errors[0]
         return results[0]
-
-    @contextlib.contextmanager
-    def resolver(self, address: str, known: str = "") -> Iterator[Path]:
-        """Have the commands that run here ask that DNS server for what is not known.
-
-        Yields the file with the known hosts; to write it anew makes them forgotten.
-        """
-        folder = Path(f"/etc/netns/{self.name}")
-        folder.mkdir(parents=True)
-        (folder / "resolv.conf").write_text(f"nameserver {address}\n")
-        (folder / "hosts").write_text(known)
-        try:
-            yield folder / "hosts"
-        finally:
-            shutil.rmtree(folder)
 
     def capture(self) -> socket.socket:
         """Hear every frame that arrives at this host."""

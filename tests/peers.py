@@ -1,12 +1,12 @@
 """What bench.py measures waker against: the same three routes, made by others.
 
 Each is as short as people would write it, with its log of requests off: the page, a PIN
-that gets a token, and a status for who has that token. They read the settings of waker
-that they have a use for.
+that gets a token, and a status for the token. They read the PIN and the port from the
+settings of waker.
 
     python3 -m peers NAME
 
-But: they look at no machine, count no attempts, and refuse no slow client.
+But: they look at no machine, count no attempts, and drop no slow client.
 """
 
 import hmac
@@ -121,38 +121,10 @@ def use_flask(host: str, port: int) -> None:
     waitress.serve(app, host=host, port=port, _quiet=True)
 
 
-def use_fastapi(host: str, port: int) -> None:
-    """Serve with FastAPI on uvicorn."""
-    from typing import Annotated
-
-    import uvicorn
-    from fastapi import Body, FastAPI, Header, HTTPException, Response
-
-    async def page() -> Response:
-        return Response(PAGE, media_type="text/html")
-
-    async def auth(pin: Annotated[str, Body(embed=True)]) -> dict[str, str]:
-        if not admits(pin):
-            raise HTTPException(401)
-        return {"token": TOKEN}
-
-    async def status(authorization: Annotated[str, Header()]) -> dict[str, object]:
-        if not allows(authorization):
-            raise HTTPException(401)
-        return STATUS
-
-    app = FastAPI()
-    app.add_api_route("/", page)
-    app.add_api_route("/api/auth", auth, methods=["POST"])
-    app.add_api_route("/api/status", status)
-    uvicorn.run(app, host=host, port=port, access_log=False, log_level="warning")
-
-
 PEERS = {
     "http.server": use_http_server,
     "aiohttp": use_aiohttp,
     "flask": use_flask,
-    "fastapi": use_fastapi,
 }
 
 if __name__ == "__main__":
