@@ -84,10 +84,10 @@ test-paramiko: $(VENV)/done ## what depends on paramiko; PARAMIKO=2.12.0
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS) tests/test_unlock.py \
 		tests/test_check.py tests/test_openwrt.py
 
-bench: .venv-bench/done ## waker beside its peers, 10 minutes, as root; JSON=FILE
-	.venv-bench/bin/python tests/bench.py $(if $(JSON),--json "$(JSON)")
+bench: .venv-bench/done ## waker beside other servers, 3 minutes, as root
+	.venv-bench/bin/python tests/bench.py
 
-screenshots: $(VENV)/done ## the page in every state, in tests/screenshots/
+screenshots: $(VENV)/done ## the page in every state, on one sheet, dist/page.png
 	$(BIN)/python tests/screenshots.py
 
 lint: $(VENV)/done ## ruff and mypy
