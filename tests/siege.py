@@ -33,9 +33,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -109,37 +108,6 @@ def connect(host: str, port: int, address: str) -> socket.socket:
     return tcp
 
 
-class Slot:
-    """One connection of the attacker's, opened again after it is closed."""
-
-    def __init__(self, host: str, port: int, address: str, kind: str) -> None:
-        self._connect = partial(connect, host, port, address)
-        self._first, self._drip = KINDS[kind]
-        if kind == "stalled handshakes":
-            self._first = record_hello("X25519")[:100]
-        self._tcp: socket.socket | None = None
-        self._next = b""
-        self._after = 0.0
-
-    def tick(self) -> None:
-        """Connect, or send a little more."""
-        if self._tcp is None:
-            if time.monotonic() >= self._after:
-                self._tcp, self._next = self._connect(), self._first
-            return
-        try:
-            if self._next:
-                self._tcp.send(self._next)
-            elif self._tcp.recv(1, socket.MSG_PEEK) == b"":
-                raise ConnectionResetError
-            self._next = self._drip
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._tcp.close()
-            self._tcp, self._after = None, time.monotonic() + AGAIN
-
-
 @functools.cache
 def record_hello(group: str) -> bytes:
     """Take the hello that `openssl s_client` sends with a key share of that group."""
@@ -159,14 +127,41 @@ def record_hello(group: str) -> bytes:
     return hello
 
 
+def keep_one(host: str, port: int, address: str, kind: str) -> Iterator[None]:
+    """Keep one connection open; each step connects, or sends a little more."""
+    first, drip = KINDS[kind]
+    if kind == "stalled handshakes":
+        first = record_hello("X25519")[:100]
+    while True:
+        tcp, following = connect(host, port, address), first
+        while True:
+            yield
+            try:
+                if following:
+                    tcp.send(following)
+                elif tcp.recv(1, socket.MSG_PEEK) == b"":
+                    break
+                following = drip
+            except BlockingIOError:
+                pass
+            except OSError:
+                break
+        tcp.close()
+        after = time.monotonic() + AGAIN
+        while time.monotonic() < after:
+            yield
+
+
 def keep_open(kind: str, count: int, sources: list[str], host: str, port: int) -> None:
     """Keep `count` connections open; a dripping one has its turn once a second."""
-    slots = [Slot(host, port, sources[n % len(sources)], kind) for n in range(count)]
+    slots = [
+        keep_one(host, port, sources[n % len(sources)], kind) for n in range(count)
+    ]
     pace = 1.0 if KINDS[kind][1] else 0.1  # seconds
     while True:
         began = time.monotonic()
         for number, slot in enumerate(slots):
-            slot.tick()
+            next(slot)
             early = began + pace * number / count - time.monotonic()
             if early > 0.002:
                 time.sleep(early)
