@@ -4,17 +4,16 @@ import contextlib
 import http.client
 import json
 import os
-import resource
 import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import hypothesis
 import pytest
@@ -29,6 +28,9 @@ CHECKOUT = Path(PROGRAM).parent
 MODULE = (sys.executable, "-m", "waker")
 PIN = "pin-2468-pin"
 PASSPHRASE = 'correct "horse" \\ stäple'
+MAC = {"WAKER_HOMELAB_MAC": "52:54:00:12:34:56"}
+MACHINE = MAC | {"WAKER_HOMELAB_HOST": "127.0.0.1"}
+T = TypeVar("T")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -77,6 +79,45 @@ def need_root() -> None:
     probe = [need("unshare"), "--mount", "--net", "true"]
     if subprocess.run(probe, capture_output=True, check=False).returncode:
         pytest.skip("no namespaces can be made here")
+
+
+def wait_for(condition: Callable[[], T]) -> T:
+    """Wait until there is something; returns it."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.02)  # or this would take the processor from what it waits for
+    raise TimeoutError
+
+
+def wait_for_child(pid: int) -> int:
+    """Wait until a process has a child that unlocks; returns its pid."""
+
+    def unlocking() -> list[int]:
+        found: list[int] = []
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # the thread has ended
+                found += map(int, (task / "children").read_text().split())
+        # Before that, the child is a copy of its parent, which waits for it.
+        return [
+            child
+            for child in found
+            if b"\0unlock\0" in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
+
+    return wait_for(unlocking)[0]
+
+
+@contextlib.contextmanager
+def no_threads() -> Iterator[None]:
+    """Let no thread begin in this process."""
+    usual = threading.stack_size(1 << 46)  # bytes, which nobody has
+    try:
+        yield
+    finally:
+        threading.stack_size(usual)
 
 
 def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -148,17 +189,35 @@ class Client:
         head, _, body = received.partition(b"\r\n\r\n")
         return int(head.split()[1]), body
 
-    def attempts(self) -> list[float]:
-        """Look up when attempts were counted, all of one address."""
-        assert self.app
-        (times,) = self.app.gate._times.values()
-        return list(times)
+    def attempt(self, pin: str, headers: Mapping[str, str] | None = None) -> Answer:
+        return self.call("POST", "/api/auth", {"pin": pin}, headers)
 
     def log_in(self, pin: str = PIN) -> "Client":
-        answer = self.call("POST", "/api/auth", {"pin": pin})
+        answer = self.attempt(pin)
         assert answer.status == 200, answer.body
         self.token = answer.json["token"]
         return self
+
+    def attempts(self) -> range:
+        """Count the attempts of the last minute, by using up what is left of ten."""
+        return range(10 - sum(self.attempt("x").status == 401 for _ in range(10)))
+
+    def expire_tokens(self) -> None:
+        """End every token: as many newer ones take their places."""
+        assert self.app
+        for _ in range(waker.TOKENS):
+            self.app.gate.issue(time.monotonic())
+
+    def status(self) -> Any:
+        answer = self.call("GET", "/api/status")
+        assert answer.status == 200, answer.body
+        return answer.json
+
+    def unlock(self, passphrase: object = PASSPHRASE) -> Answer:
+        return self.call("POST", "/api/unlock", {"passphrase": passphrase})
+
+    def start(self, passphrase: object = PASSPHRASE) -> Answer:
+        return self.call("POST", "/api/start", {"passphrase": passphrase})
 
 
 def new_app(config: waker.Config) -> waker.App:
@@ -172,18 +231,18 @@ def running(
     app: waker.App | None = None,
     port: int = 0,
     *,
-    defers: bool = True,
+    options: Sequence[tuple[int, int, int]] = (),
 ) -> Iterator[Client]:
     """Run the daemon in this process; port 0 is any free one.
 
-    If it `defers`, the kernel holds back for a while who connects and says nothing.
+    `options` are for its socket: level, name, value.
     """
     config = config._replace(listen=("127.0.0.1", port))
     app = app or new_app(config)
     app.config = config
     tcp = waker.listen(config.listen)
-    if not defers:
-        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 0)
+    for option in options:
+        tcp.setsockopt(*option)
     server = waker.Server(app, tcp)
     threading.Thread(target=server.serve_forever, args=(None,)).start()
     try:
@@ -207,16 +266,10 @@ class Daemon:
     def _proc(self, name: str) -> Path:
         return Path(f"/proc/{self.process.pid}/{name}")
 
-    def threads(self) -> int:
-        return len(list(self._proc("task").iterdir()))
-
-    def descriptors(self) -> int:
-        return len(list(self._proc("fd").iterdir()))
-
-    def rss(self) -> float:
-        """Read the resident set, in MB."""
-        pages = int(self._proc("statm").read_text().split()[1])
-        return pages * resource.getpagesize() / 1e6
+    def uses(self) -> tuple[int, int]:
+        """Count its threads, and its descriptors."""
+        threads, descriptors = self._proc("task"), self._proc("fd")
+        return len(list(threads.iterdir())), len(list(descriptors.iterdir()))
 
     def busy(self, seconds: float) -> float:
         """Measure which part of the time it uses a processor."""

@@ -11,13 +11,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import cryptroot_unlock
-from conftest import need, need_root
+import paramiko
+from conftest import need, need_root, wait_for
 from cryptroot_unlock import Disks
 from homelab import DROPBEAR, SshServer, bind, new_key, public_line
 
@@ -69,28 +69,32 @@ def prepare(folder: Path, disks: Disks) -> tuple[Path, Path, str]:
     return state, ssh_key, public_line(key)
 
 
+def machine_at(folder: Path, port: int, host_key: paramiko.PKey) -> waker.Machine:
+    """Tell of a machine where any server may listen, with that host key pinned."""
+    state, ssh_key, _ = prepare(folder, Disks({}))
+    return Initrd(port, public_line(host_key), ssh_key, state).machine()
+
+
 @contextlib.contextmanager
-def process(port: int, script: str, *options: str) -> Iterator[subprocess.Popen[str]]:
+def process(port: int, script: str, *options: str) -> Iterator[None]:
     """Run a server in a mount namespace until it listens, and end it afterwards."""
     need_root()
     command = [need("unshare"), "--mount", *options, "sh", "-ec", script]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+
+        def listens() -> bool:
+            if server.poll() is not None:
+                raise RuntimeError(server.communicate()[1])
+            with contextlib.suppress(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port)).close()
+                return True
+            return False
+
         try:
-            wait_for_port(port, server)
-            yield server
+            wait_for(listens)
+            yield
         finally:
             server.kill()
-
-
-def wait_for_port(port: int, server: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and server.poll() is None:
-        with contextlib.suppress(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port)).close()
-            return
-        time.sleep(0.02)  # or this would take the processor from the server
-    server.kill()
-    raise RuntimeError(f"the SSH server does not listen: {server.communicate()[1]}")
 
 
 def emulation(state: Path, *, present: bool) -> str:
@@ -164,6 +168,13 @@ def openssh(folder: Path, disks: Disks, *, command: bool = True) -> Iterator[Ini
         yield Initrd(port, host_key, ssh_key, state)
 
 
+SERVERS: dict[str, Callable[..., contextlib.AbstractContextManager[Initrd]]] = {
+    "homelab": paramiko_server,
+    "dropbear": dropbear,
+    "openssh": openssh,
+}
+
+
 @contextlib.contextmanager
 def tinysshd(folder: Path, disks: Disks) -> Iterator[Initrd]:
     """Run tinysshd the way inetd does: a process for each connection."""
@@ -194,10 +205,3 @@ def tinysshd(folder: Path, disks: Disks) -> Iterator[Initrd]:
     with contextlib.closing(listener):
         yield Initrd(port, line, ssh_key, state)
         listener.shutdown(socket.SHUT_RDWR)
-
-
-SERVERS: dict[str, Callable[..., contextlib.AbstractContextManager[Initrd]]] = {
-    "homelab": paramiko_server,
-    "dropbear": dropbear,
-    "openssh": openssh,
-}

@@ -10,9 +10,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from conftest import CHECKOUT, PASSPHRASE, PROGRAM, Client, daemon, make, need
+from conftest import CHECKOUT, PASSPHRASE, PROGRAM, Client, daemon, make, need, wait_for
 from homelab import Homelab
-from test_daemon import wait_for
 
 import waker
 

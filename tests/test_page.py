@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe  # type: ignore[import-untyped]
-from conftest import PASSPHRASE, PIN, Client, need, running
+from conftest import MAC, PASSPHRASE, PIN, Client, need, running, wait_for
 from cryptroot_unlock import Disks
 from homelab import Homelab, new_key, public_line
 from playwright.sync_api import (
@@ -26,7 +26,6 @@ from playwright.sync_api import (
 )
 from ssh_servers import paramiko_server
 from stage import STATES, Phone, Stage
-from test_daemon import MAC, wait_for
 
 import waker
 

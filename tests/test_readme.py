@@ -39,7 +39,7 @@ def test_each_link_leads_somewhere() -> None:
         for link in re.findall(r"(?:\]\((?!https:)|src=\")(.*?)[)\"]", text):
             path, _, anchor = link.partition("#")
             target = page.parent.joinpath(path).resolve() if path else page
-            assert target.exists() or target.name == "contributing.md", link
+            assert target.exists(), link
             headings = re.findall(r"(?m)^#+ (.*)", PAGES[target]) if anchor else [""]
             anchors = [re.sub(r"[^\w -]", "", line.lower()) for line in headings]
             assert anchor in [line.replace(" ", "-") for line in anchors], link
