@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --disable-pip-version-check
 PYTEST_ARGS ?=
 # More than there are processors: most tests wait, for the most part; not the browser's.
-PARALLEL := --numprocesses 8 --maxschedchunk 1
+PARALLEL := --numprocesses 14 --maxschedchunk 1
 INIT ?= $(if $(wildcard /etc/rc.common),procd,systemd)
 PREFIX ?= $(if $(filter procd,$(INIT)),/usr,/usr/local)
 $(if $(filter /%,$(PREFIX)),,$(error PREFIX must begin with /))
