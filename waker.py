@@ -461,7 +461,7 @@ PAUSE_SECONDS: Final = 2  # between two looks: OpenSSH blocks faster clients
 Reports = Iterator[Mapping[str, object]]  # {"sent": True}, then the final result
 PEER_ERRORS: Final = Exception  # paramiko raises whatever ended its thread
 NO_PARAMIKO: Final = "paramiko is missing or incomplete; install python3-paramiko"
-NO_PIN: Final = "no host key is pinned; run `waker check` while the initrd waits"
+NO_PIN: Final = "no host key is pinned; run waker check while the initrd waits"
 
 
 class Outcome(enum.Enum):

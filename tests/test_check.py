@@ -33,7 +33,7 @@ BASE = {
 }
 CHECK = sys.executable, PROGRAM, "check"
 NOT_SEEN = "-", "not seen; check again while the initrd waits for its passphrase"
-NOT_PINNED = "-", "no host key is pinned; run `waker check` while the initrd waits"
+NOT_PINNED = "-", "no host key is pinned; run waker check while the initrd waits"
 UNPINNED = {"WAKER_SSH_HOST_KEY": ""}
 Table = dict[str, tuple[str, str]]
 __all__ = ["home"]  # a fixture

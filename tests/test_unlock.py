@@ -117,7 +117,7 @@ def test_who_is_not_pinned_gets_nothing(tmp_path: Path, server: str) -> None:
             ((OTHER,), f"the host key differs: {both}"),
             # Dropbear offers RSA even without such a key, and dies if that is chosen.
             ((RSA,), r".*\(pinned: ssh-rsa\)|the host key differs"),
-            ((), "no host key is pinned; run `waker check` while the initrd waits"),
+            ((), "no host key is pinned; run waker check while the initrd waits"),
         ):
             assert initrd.received() == []
             message = unlock(machine._replace(host_keys=host_keys)).message
