@@ -318,7 +318,8 @@ def test_unlock_by_hand_reads_the_env_file_and_tells_its_faults(tmp_path: Path) 
 def test_unlock_by_hand_can_be_given_up_at_the_prompt(lab: Homelab, key: bytes) -> None:
     ours, its = os.openpty()
     with subprocess.Popen(
-        [need("setsid"), "--ctty", *MODULE, "unlock"],
+        # Under nohup, ^C would be ignored.
+        [need("setsid"), "--ctty", "env", "--default-signal=INT", *MODULE, "unlock"],
         cwd=CHECKOUT,
         env=environment(lab.settings()),
         stdin=its,
