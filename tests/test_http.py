@@ -340,7 +340,8 @@ def test_what_takes_time_stays_and_holds_nobody_up(owner: Client, stack: Stack) 
         child = wait_for_child(os.getpid())
         half_requests(stack, owner, places("1", 600))
         assert owner.call("GET", "/").status == 200
-        os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it gives up after 5 s itself
+            os.kill(child, signal.SIGKILL)
     assert answer.result().error.endswith("The passphrase was not sent.")
 
 

@@ -7,6 +7,7 @@ import math
 import re
 import struct
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -130,6 +131,7 @@ def test_two_secrets_and_two_enters_bring_the_machine_up(
     keyboard.type(PIN)
     keyboard.press("Enter")
     phone.sees("ready").reads("Off: nothing answers")
+    expect(phone.page.locator("#blocked")).to_have_count(0)
     keyboard.type(PASSPHRASE)
     keyboard.press("Enter")
     phone.sees("running")
@@ -398,6 +400,19 @@ def test_a_network_that_takes_very_long_is_told(api: Client, phone: Phone) -> No
     phone.open(api).give_pin().sees("ready")
     slow_down(phone, 7000)
     phone.reads("Waiting for waker to answer…").reads("Off: nothing answers")
+
+
+def test_an_answer_that_hangs_does_not_hold_back_the_next(
+    stage: Stage, phone: Phone
+) -> None:
+    stage.show("off")
+    phone.open(stage).give_pin().sees("ready")
+    stage.answers["api/status"] = threading.Event()
+    with phone.page.expect_request("**/api/status"):
+        phone.look()
+    stage.show("up")
+    up = phone.look().page.locator("main[data-view=up]")
+    expect(up).to_be_visible(timeout=10_000)  # the first one hangs for twenty seconds
 
 
 def test_an_old_failure_is_told_as_an_old_one(stage: Stage, phone: Phone) -> None:
