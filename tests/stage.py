@@ -279,7 +279,9 @@ STATES: dict[str, State] = {
     "asks, being unlocked": hold("api/unlock", "Unlock only"),
     "asks, not unlocked": answer("api/unlock", 500, {"error": EARLY}, "not ready yet"),
     "asks, being unlocked again": hold("api/unlock", "Unlock only"),
-    "unlocked, nothing watched": answer("api/unlock", 200, {}, "Unlocked; still"),
+    "unlocked, nothing watched": answer(
+        "api/unlock", 200, {"message": UNLOCKED}, UNLOCKED
+    ),
     "not known": sight("unknown"),
     "waking": sight("off", "waking", message=PACKET, seconds=0),
     "waiting": sight("booting", "waking", message="The machine is awake", seconds=2),
