@@ -1,24 +1,61 @@
-"""`make install`: what is put where, and what is never touched."""
+"""What make makes: the one file, which runs alone; what is put where, and what is never
+touched; and the demo."""
 
 import os
+import re
 import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import homelab
 import pytest
-from conftest import CHECKOUT, PIN, make, need
+from conftest import CHECKOUT, Client, daemon, make, need, wait_for
 
 import waker
 
 UNIT = "usr/local/lib/systemd/system/waker.service"
-USR_UNIT = UNIT.replace("local/", "")
 
 
-def install(folder: Path, *variables: str) -> dict[str, tuple[str, str]]:
-    """Install; returns each file's mode and text."""
-    make(folder, "install", "DESTDIR=root", *variables)
-    root = folder / "root"
+def test_the_one_file_serves_the_page_and_unlocks_without_any_other(
+    lab: homelab.Homelab, config: waker.Config, tmp_path: Path
+) -> None:
+    make(tmp_path / "made", "dist")
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    (tmp_path / "made/dist/waker").rename(folder / "waker")
+    link = tmp_path / "waker"
+    link.symlink_to("alone/waker")
+    with daemon(lab.settings(), program=(sys.executable, str(link))) as started:
+        client = started.client.log_in()
+        page = CHECKOUT.joinpath("ui.html").read_bytes()
+        assert client.call("GET", "/").body == page
+        waker.wake(config)
+        lab.wait_for("locked")
+        assert client.unlock().json["message"] == "Unlocked: cryptroot."
+    assert [path.name for path in folder.iterdir()] == ["waker"]
+
+
+def test_an_older_one_is_never_taken_for_it(tmp_path: Path) -> None:
+    make(tmp_path, "dist")
+    made, page = tmp_path / "dist/waker", tmp_path / "ui.html"
+    ahead = time.time() + 3600
+    os.utime(made, (ahead, ahead))
+    new = page.read_text().replace("<title>", "<title>new ")
+    for text, status in ((new, 0), (new + '"""', 2), ("", 2)):
+        page.write_text(text)
+        command = [need("make"), "-C", str(tmp_path), "dist"]
+        ended = subprocess.run(command, capture_output=True, check=False)
+        assert ended.returncode == status
+        assert "<title>new " in made.read_text()
+
+
+def files(root: Path) -> dict[str, str]:
+    """Tell the mode of each file."""
     return {
-        str(path.relative_to(root)): (oct(path.stat().st_mode), path.read_text())
+        str(path.relative_to(root)): f"{path.stat().st_mode & 0o777:o}"
         for path in root.rglob("*")
         if path.is_file()
     }
@@ -27,22 +64,28 @@ def install(folder: Path, *variables: str) -> dict[str, tuple[str, str]]:
 @pytest.mark.parametrize(
     ("variables", "program", "service", "mode"),
     [
-        ("INIT=systemd", "usr/local/bin/waker", UNIT, "0o100644"),
-        ("INIT=systemd PREFIX=/usr", "usr/bin/waker", USR_UNIT, "0o100644"),
-        ("INIT=procd", "usr/bin/waker", "etc/init.d/waker", "0o100755"),
+        ("INIT=systemd", "usr/local/bin/waker", UNIT, "644"),
+        (
+            "INIT=systemd PREFIX=/usr",
+            "usr/bin/waker",
+            UNIT.replace("local/", ""),
+            "644",
+        ),
+        ("INIT=procd", "usr/bin/waker", "etc/init.d/waker", "755"),
     ],
 )
-def test_each_file_has_its_conventional_place_and_mode(
+def test_each_file_has_its_conventional_place_and_all_but_the_settings_can_go(
     variables: str, program: str, service: str, mode: str, tmp_path: Path
 ) -> None:
-    files = install(tmp_path, *variables.split())
-    assert {name: seen for name, (seen, _) in files.items()} == {
-        program: "0o100755",
-        service: mode,
-        "etc/waker/waker.env": "0o100600",
-    }
-    assert (tmp_path / "root/etc/waker").stat().st_mode & 0o777 == 0o700
-    assert f" /{program} --env-file " in files[service][1].replace("=", " ")
+    root, settings = tmp_path / "root", {"etc/waker/waker.env": "600"}
+    make(tmp_path, "install", "DESTDIR=root", *variables.split())
+    assert files(root) == {program: "755", service: mode} | settings
+    assert (root / "etc/waker").stat().st_mode & 0o777 == 0o700
+    command = (root / service).read_text().replace("=", " ")
+    assert f" /{program} --env-file " in command
+    told = make(tmp_path, "uninstall", "DESTDIR=root", *variables.split()).stdout
+    assert told == "root/etc/waker is left; it has your settings and keys.\n"
+    assert files(root) == settings
 
 
 def test_a_place_that_begins_nowhere_is_refused(tmp_path: Path) -> None:
@@ -51,47 +94,29 @@ def test_a_place_that_begins_nowhere_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "usr").exists()
 
 
-def test_a_configuration_is_neither_overwritten_nor_removed(tmp_path: Path) -> None:
-    install(tmp_path, "INIT=systemd")
-    folder = tmp_path / "root/etc/waker"
-    folder.chmod(0o710)
-    (folder / "waker.env").write_text("WAKER_PIN=mine\n")
-    names = ["cert.pem", "key.pem", "ssh_key", "ssh_key.pub", "waker.env"]
-    for name in names[:-1]:
-        (folder / name).write_text("mine, too")
-    install(tmp_path, "INIT=procd")
-    files = install(tmp_path, "INIT=systemd")
-    assert files["etc/waker/waker.env"][1] == "WAKER_PIN=mine\n"
-    assert folder.stat().st_mode & 0o777 == 0o710
-    told = make(tmp_path, "uninstall", "DESTDIR=root", "PREFIX=/usr").stdout
-    told = make(tmp_path, "uninstall", "DESTDIR=root").stdout
-    assert told == "root/etc/waker is left; it has your settings and keys.\n"
-    left = [path for path in (tmp_path / "root").rglob("*") if path.is_file()]
-    assert sorted(left) == [folder / name for name in names]
-
-
-def test_settings_that_are_elsewhere_just_now_are_not_overwritten(
-    tmp_path: Path,
-) -> None:
-    link = tmp_path / "root/etc/waker/waker.env"
-    link.parent.mkdir(parents=True)
-    link.symlink_to("../unmounted/waker.env")
-    install(tmp_path, "INIT=systemd")
-    assert link.is_symlink()
+def test_settings_are_not_overwritten(tmp_path: Path) -> None:
+    install = "install", "INIT=systemd", "DESTDIR=root"
+    settings = tmp_path / "root/etc/waker/waker.env"
+    make(tmp_path, *install)
+    settings.parent.chmod(0o710)
+    settings.write_text("WAKER_PIN=mine\n")
+    make(tmp_path, *install)
+    assert settings.read_text() == "WAKER_PIN=mine\n"
+    assert settings.parent.stat().st_mode & 0o777 == 0o710
+    settings.unlink()
+    settings.symlink_to("../unmounted/waker.env")
+    make(tmp_path, *install)
+    assert settings.is_symlink()
 
 
 def test_the_example_wants_three_values_and_shows_every_setting(tmp_path: Path) -> None:
     example = CHECKOUT.joinpath("waker.env.example").read_text()
     file = tmp_path / "waker.env"
     file.write_text(example)
-    three = {
-        "WAKER_PIN": PIN,
-        "WAKER_HOMELAB_MAC": "52:54:00:12:34:56",
-        "WAKER_HOMELAB_HOST": "192.168.1.20",
-    }
     with pytest.raises(waker.ConfigError) as told:
         waker.read_config(waker.read_env_file(file), tmp_path)
-    assert {fault.split()[0] for fault in str(told.value).splitlines()} == {*three}
+    wanted = [fault.split()[0] for fault in str(told.value).splitlines()]
+    assert wanted == ["WAKER_HOMELAB_HOST", "WAKER_HOMELAB_MAC", "WAKER_PIN"]
     file.write_text(example.replace("\n#WAKER", "\nWAKER"))
     shown = waker.read_env_file(file)
     assert shown.keys() == {setting[0] for setting in waker.SETTINGS}
@@ -99,77 +124,42 @@ def test_the_example_wants_three_values_and_shows_every_setting(tmp_path: Path) 
         assert default in ("", shown[name])
 
 
-def ended(*command: str) -> tuple[int, str]:
-    """Run a program, if there is one; returns its status, and all that it printed."""
-    seen = subprocess.run(
-        [need(command[0]), *command[1:]],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    return seen.returncode, seen.stdout
-
-
-def test_systemd_understands_the_unit_and_does_not_restart_a_mistake(
+def test_systemd_understands_the_unit_and_lets_the_service_do_little(
     tmp_path: Path,
 ) -> None:
-    unit = install(tmp_path, "INIT=systemd")[UNIT][1]
-    verify = "systemd-analyze", "verify", "--man=no", "--recursive-errors=no"
-    assert ended(*verify, f"--root={tmp_path}/root", f"/{UNIT}") == (0, "")
-    assert f"\nRestartPreventExitStatus={os.EX_CONFIG}\n" in unit
-
-
-def test_the_sandbox_leaves_little_exposed(tmp_path: Path) -> None:
-    install(tmp_path, "INIT=systemd")
-    unit = tmp_path / "root" / UNIT
-    analyze = "systemd-analyze", "security", "--offline=true", "--threshold=11"
-    assert ended(*analyze, str(unit))[0] == 0
+    make(tmp_path, "install", "INIT=systemd", "DESTDIR=root")
+    analyze, unit = need("systemd-analyze"), tmp_path / "root" / UNIT
+    verify = [analyze, "verify", "--man=no", "--recursive-errors=no", f"/{UNIT}"]
+    verify += [f"--root={tmp_path}/root"]
+    assert subprocess.check_output(verify, stderr=subprocess.STDOUT) == b""
+    rate = [analyze, "security", "--offline=true", "--threshold=11", str(unit)]
+    assert subprocess.run(rate, capture_output=True, check=False).returncode == 0
     unit.write_text(unit.read_text().replace("CapabilityBoundingSet=\n", ""))
-    assert ended(*analyze, str(unit))[0] == 1
+    assert subprocess.run(rate, capture_output=True, check=False).returncode == 1
 
 
-def test_the_script_for_procd_is_sound(tmp_path: Path) -> None:
-    install(tmp_path, "INIT=procd")
-    script = tmp_path / "root/etc/init.d/waker"
-    assert ended("shellcheck", "--shell=dash", str(script)) == (0, "")
+def test_the_script_for_procd_is_sound() -> None:
+    command = [need("shellcheck"), "--shell=dash", str(CHECKOUT / "waker.init")]
+    assert subprocess.check_output(command) == b""
 
 
 # In place of /etc/rc.common: what the script asks of the system is printed.
-RC_COMMON = """\
+RC_COMMON = f"""\
 for name in user_add chown chmod find logger procd_open_instance procd_close_instance \
     procd_set_param
 do
-    eval "$name() { echo $name \\"\\$@\\"; }"
+    eval "$name() {{ echo $name \\"\\$@\\"; }}"
 done
-user_exists() { return "$unknown"; }
-group_add_next() { echo 1000; }
-id() { return "$unmade"; }
-. ./waker.init
+user_exists() {{ return "$unknown"; }}
+group_add_next() {{ echo 1000; }}
+id() {{ return "$unmade"; }}
+. {CHECKOUT}/waker.init
 env_file=./waker.env
 echo "$USE_PROCD $START"
 start_service
 """
-
-
-def ask_procd(folder: Path, *, unknown: int = 0, unmade: int = 0) -> tuple[int, str]:
-    """Run the script in a folder of its own."""
-    make(folder, "dist")
-    script = f"unknown={unknown}\nunmade={unmade}\n{RC_COMMON}"
-    ended = subprocess.run(
-        [need("busybox"), "sh", "-c", script],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    return ended.returncode, ended.stdout
-
-
-def test_procd_is_asked_to_run_it_as_nobody_else_and_for_ever(tmp_path: Path) -> None:
-    tmp_path.joinpath("waker.env").touch()
-    begin = "1 95\n"
-    instance = """\
+NEW_USER = "user_add waker  1000\n"
+INSTANCE = """\
 chown root:waker /etc/waker
 chmod 0750 /etc/waker
 find /etc/waker -type f -exec chown waker:waker {} ; -exec chmod 0600 {} ;
@@ -185,19 +175,80 @@ procd_set_param stdout 1
 procd_set_param stderr 1
 procd_close_instance
 """
-    new_user = "user_add waker  1000\n"
-    assert ask_procd(tmp_path) == (0, begin + instance)
-    assert ask_procd(tmp_path, unknown=1) == (0, begin + new_user + instance)
-    status, asked = ask_procd(tmp_path, unmade=1)
-    assert status == 1
-    assert "there is no user waker, so waker is not started" in asked
-    assert "procd" not in asked
+REFUSED = "logger -s -t waker -p daemon.err {}, so waker is not started\n"
 
 
-def test_procd_is_asked_nothing_without_settings(tmp_path: Path) -> None:
-    status, asked = ask_procd(tmp_path)
-    assert status == 1
-    assert asked == (
-        "1 95\nlogger -s -t waker -p daemon.err ./waker.env is missing, so waker is not"
-        " started\n"
+@pytest.mark.parametrize(
+    ("system", "settings", "asked", "status"),
+    [
+        ("unknown=0 unmade=0", "waker.env", INSTANCE, 0),
+        ("unknown=1 unmade=0", "waker.env", NEW_USER + INSTANCE, 0),
+        (
+            "unknown=0 unmade=1",
+            "waker.env",
+            REFUSED.format("there is no user waker"),
+            1,
+        ),
+        (
+            "unknown=0 unmade=0",
+            "other.env",
+            REFUSED.format("./waker.env is missing"),
+            1,
+        ),
+    ],
+)
+def test_procd_is_asked_to_run_it_as_its_own_user_for_ever_or_not_at_all(
+    system: str, settings: str, asked: str, status: int, tmp_path: Path
+) -> None:
+    (tmp_path / settings).touch()
+    command = [need("busybox"), "sh", "-c", f"{system}\n{RC_COMMON}"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=False
     )
+    assert (ended.returncode, ended.stdout) == (status, f"1 95\n{asked}")
+
+
+@pytest.fixture
+def demo() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, str(CHECKOUT / "tests/homelab.py"), "0.0.0.0:0"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as started:
+        yield started
+        started.terminate()
+
+
+def test_the_demo_tells_all_that_a_start_needs_and_enter_switches_it_off(
+    demo: subprocess.Popen[str],
+) -> None:
+    assert demo.stdin
+    assert demo.stdout
+    lines = [demo.stdout.readline().strip() for _ in range(5)]
+    assert "listens on" in lines[-1]
+    where, pin, passphrase = (line.split(None, 1)[1] for line in lines[:3])
+    url = urlsplit(where)
+    client = Client(url.port or 0, host=url.hostname or "").log_in(pin)
+    assert client.start(passphrase).status == 200
+    told = next(line for line in demo.stdout if re.search("booting|failed|done", line))
+    assert told == "start: booting: Unlocked: cryptroot.\n"
+    demo.stdin.write("\n")
+    demo.stdin.flush()
+    wait_for(lambda: client.status()["state"] == "off")
+    demo.terminate()
+    assert demo.wait() == 0
+
+
+@pytest.mark.parametrize("wish", ["8080", "203.0.113.9:80"])
+def test_a_demo_that_cannot_listen_says_so(wish: str) -> None:
+    with pytest.raises(SystemExit, match="LISTEN must be a free ADDRESS:PORT"):
+        homelab.main(wish)
+
+
+def test_the_demo_needs_paramiko_and_nothing_else() -> None:
+    parts = {"homelab", "cryptroot_unlock"}
+    lines = "".join((CHECKOUT / f"tests/{name}.py").read_text() for name in parts)
+    modules = set(re.findall(r"(?m)^ *(?:import|from) (\w+)", lines))
+    assert modules - sys.stdlib_module_names - parts == {"paramiko", "waker"}
