@@ -20,22 +20,11 @@ asyncio cgi cgitb curses dbm decimal distutils doctest ensurepip idlelib lib2to3
 multiprocessing pydoc pydoc_data readline sqlite3 tkinter turtledemo unicodedata
 unittest uuid venv webbrowser xml xmlrpc
 """
-THIRD_PARTY = "paramiko cryptography bcrypt nacl cffi _cffi_backend pycparser ply"
-THIRD_PARTY += " six sitecustomize waker"  # six is in the line of 25.12
 BLOCKER = f'''
 import sys
 
-BLOCKED = set("""{BLOCKED}""".split())
-ALLOWED = set("{THIRD_PARTY}".split()) | sys.stdlib_module_names - BLOCKED
-
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if not path and name not in ALLOWED:
-            raise ImportError(f"{{name}} is in no package of OpenWrt that we name")
-
-for name in BLOCKED & sys.modules.keys():
-    del sys.modules[name]
-sys.meta_path.insert(0, Blocker())
+for name in """{BLOCKED}""".split():
+    sys.modules[name] = None  # to import it is an error
 '''
 
 
