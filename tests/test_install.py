@@ -22,12 +22,9 @@ USR_UNIT = "usr/lib/systemd/system/waker.service"
 def test_the_one_file_serves_the_page_and_unlocks_without_any_other(
     lab: homelab.Homelab, config: waker.Config, tmp_path: Path
 ) -> None:
-    make(tmp_path / "made", "dist")
-    folder = tmp_path / "alone"
-    folder.mkdir()
-    (tmp_path / "made/dist/waker").rename(folder / "waker")
-    link = tmp_path / "waker"
-    link.symlink_to("alone/waker")
+    make(tmp_path, "dist")
+    link = tmp_path / "link"
+    link.symlink_to("dist/waker")
     with daemon(lab.settings(), program=(sys.executable, str(link))) as started:
         client = started.client.log_in()
         page = CHECKOUT.joinpath("ui.html").read_bytes()
@@ -35,7 +32,7 @@ def test_the_one_file_serves_the_page_and_unlocks_without_any_other(
         waker.wake(config)
         lab.wait_for("locked")
         assert client.unlock().json["message"] == "Unlocked: cryptroot."
-    assert [path.name for path in folder.iterdir()] == ["waker"]
+    assert [path.name for path in (tmp_path / "dist").iterdir()] == ["waker"]
 
 
 def test_an_older_one_is_never_taken_for_it(tmp_path: Path) -> None:
@@ -112,20 +109,16 @@ def test_the_script_for_procd_is_sound() -> None:
 
 # In place of /etc/rc.common: what the script asks of the system is printed.
 RC_COMMON = f"""\
-for name in user_add chown chmod find logger procd_open_instance procd_close_instance \
-    procd_set_param
+for name in user_exists group_add_next user_add id chown chmod find logger \
+    procd_open_instance procd_set_param procd_close_instance
 do
     eval "$name() {{ echo $name \\"\\$@\\"; }}"
 done
-user_exists() {{ return "$unknown"; }}
-group_add_next() {{ echo 1000; }}
-id() {{ return "$unmade"; }}
 . {CHECKOUT}/waker.init
 env_file=./waker.env
-echo "$USE_PROCD $START"
-start_service
 """
-NEW_USER = "user_add waker  1000\n"
+KNOWN = "user_exists waker\n"
+NEW = "user_add waker  group_add_next waker\n"
 INSTANCE = """\
 chown root:waker /etc/waker
 chmod 0750 /etc/waker
@@ -146,29 +139,20 @@ REFUSED = "logger -s -t waker -p daemon.err {}, so waker is not started\n"
 
 
 @pytest.mark.parametrize(
-    ("system", "settings", "asked", "status"),
+    ("system", "asked", "status"),
     [
-        ("unknown=0 unmade=0", "waker.env", INSTANCE, 0),
-        ("unknown=1 unmade=0", "waker.env", NEW_USER + INSTANCE, 0),
-        (
-            "unknown=0 unmade=1",
-            "waker.env",
-            REFUSED.format("there is no user waker"),
-            1,
-        ),
-        (
-            "unknown=0 unmade=0",
-            "other.env",
-            REFUSED.format("./waker.env is missing"),
-            1,
-        ),
+        ("", KNOWN + INSTANCE, 0),
+        ("user_exists() { false; }", NEW + INSTANCE, 0),
+        ("id() { false; }", KNOWN + REFUSED.format("there is no user waker"), 1),
+        ("rm waker.env", REFUSED.format("./waker.env is missing"), 1),
     ],
 )
 def test_procd_is_asked_to_run_it_as_its_own_user_for_ever_or_not_at_all(
-    system: str, settings: str, asked: str, status: int, tmp_path: Path
+    system: str, asked: str, status: int, tmp_path: Path
 ) -> None:
-    (tmp_path / settings).touch()
-    command = [need("busybox"), "sh", "-c", f"{system}\n{RC_COMMON}"]
+    tmp_path.joinpath("waker.env").touch()
+    script = f'{RC_COMMON}{system}\necho "$USE_PROCD $START"\nstart_service'
+    command = [need("busybox"), "sh", "-c", script]
     ended = subprocess.run(
         command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=False
     )
