@@ -4,9 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from certificate import new_certificate
-from conftest import CHECKOUT, PIN, daemon, environment, run_waker, wait_for
+from conftest import CHECKOUT, PIN, daemon, environment, run_waker
 from homelab import Homelab
 
 import waker
@@ -31,8 +30,7 @@ def test_these_packages_are_enough(
     tmp_path.joinpath("sitecustomize.py").write_text(blocker)  # each is None: an error
     openwrt = lab.settings() | {"WAKER_PIN": PIN, "PYTHONPATH": str(tmp_path)}
     importing = [sys.executable, "-c", "import unicodedata"]
-    with pytest.raises(subprocess.CalledProcessError):
-        subprocess.run(importing, env=environment(openwrt), check=True)
+    assert subprocess.call(importing, env=environment(openwrt)) == 1
     with daemon(openwrt) as started:
         client = started.client.log_in()
         assert client.call("GET", "/").status == 200
@@ -45,5 +43,4 @@ def test_these_packages_are_enough(
             ended = run_waker(command, settings=openwrt | https, given="wrong")
             assert (ended.returncode, ended.stderr) == (status, "")
         assert "Wrong passphrase" in ended.stdout
-        wait_for(lambda: client.status()["initrd_ssh_open"])
         assert client.unlock().json["message"] == "Unlocked: cryptroot."

@@ -30,7 +30,7 @@ def blocks(page: str, start: str) -> list[str]:
 
 def test_each_page_is_short_and_each_link_leads_somewhere() -> None:
     for page, text in PAGES.items():
-        assert len(text.splitlines()) <= 220
+        assert len(text.splitlines()) <= (220 if text == README else 150)
         for link in re.findall(r"(?:\]\((?!https:)|src=\")(.*?)[)\"]", text):
             path, _, anchor = link.partition("#")
             target = page.parent.joinpath(path).resolve() if path else page
@@ -40,19 +40,17 @@ def test_each_page_is_short_and_each_link_leads_somewhere() -> None:
             assert anchor in [line.replace(" ", "-") for line in anchors], link
 
 
-def test_the_table_and_the_example_show_each_setting_with_its_default(
-    tmp_path: Path,
-) -> None:
+def test_the_table_and_the_example_show_each_default(tmp_path: Path) -> None:
     rows = re.findall(r"(?m)^\| (`WAKER.*?) \| (.*?) \| .+ \|$", README)
     told = {name: default for names, default in rows for name in names.split(", ")}
-    assert told.keys() == {f"`{name}`" for name, *_ in waker.SETTINGS}
     example = CHECKOUT / "waker.env.example"
     shown = dict(re.findall("(?m)^#?(WAKER_[A-Z_]+)=(.*)", example.read_text()))
     named = set(re.findall(r"WAKER_[A-Z_]*[A-Z]", "".join(PAGES.values())))
     assert named == shown.keys() == {name for name, *_ in waker.SETTINGS}
+    assert told.keys() == {f"`{name}`" for name in named}
     for name, default, *_ in waker.SETTINGS:
-        assert not default or told[f"`{name}`"] == f"`{default}`"
-        assert not default or shown[name] == default
+        if default:
+            assert (told[f"`{name}`"], shown[name]) == (f"`{default}`", default)
     with pytest.raises(waker.ConfigError) as faults:
         waker.read_config(waker.read_env_file(example), tmp_path)
     required = re.findall("(?m)^WAKER_[A-Z_]+", str(faults.value))
@@ -173,9 +171,9 @@ def test_fail2ban_finds_those_who_guess_and_nobody_else(tmp_path: Path) -> None:
         client.raw(b"POST /api/auth:%b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
         client.raw(b"POST /api/auth HTTP/1.1\r\nX: \n%b\r\n\r\n" % bait.encode())
         assert started.stop() == 0
-    log = "".join(f"Nov 21 23:59:59 box waker[99]: {line}\n" for line in started.log)
-    paths = tmp_path / "log", tmp_path / "waker.conf"
-    paths[0].write_text(log)
-    paths[1].write_text(blocks(INTEGRATIONS, "## fail2ban")[0])
-    command = [need("fail2ban-regex"), "--out", "ip", *map(str, paths)]
+    lines = [f"Nov 21 23:59:59 box waker[99]: {line}\n" for line in started.log]
+    log, rule = tmp_path / "log", tmp_path / "waker.conf"
+    log.write_text("".join(lines))
+    rule.write_text(blocks(INTEGRATIONS, "## fail2ban")[0])
+    command = [need("fail2ban-regex"), "--out", "ip", str(log), str(rule)]
     assert subprocess.check_output(command, text=True).split() == ["127.0.0.1"] * 10

@@ -1,5 +1,4 @@
-"""The form of waker.py, which its docstring promises to who reads it; and one word for
-all: what README, tests/openapi.yaml, the units and the program say of each other."""
+"""The form of waker.py, and that README, openapi.yaml and the units say the same."""
 
 import ast
 import os
@@ -20,7 +19,6 @@ README = CHECKOUT.joinpath("README.md").read_text()
 Definition = ast.FunctionDef | ast.ClassDef
 Value = ast.AnnAssign | ast.Assign
 NODES = list(ast.walk(TREE))
-FUNCTIONS = [node for node in NODES if isinstance(node, ast.FunctionDef)]
 CLASSES = [node for node in TREE.body if isinstance(node, ast.ClassDef)]
 VALUES = [node for node in TREE.body if isinstance(node, Value)]
 
@@ -45,19 +43,14 @@ def test_it_is_small_and_built_on_the_http_server_of_the_standard_library() -> N
     assert modules - sys.stdlib_module_names == {"paramiko"}
 
 
-def test_a_name_is_made_before_it_is_read() -> None:
-    made = {
-        node.name: node.lineno for node in TREE.body if isinstance(node, Definition)
-    }
+def test_a_name_or_a_method_is_made_before_it_is_used() -> None:
+    made = {n.name: n.lineno for n in TREE.body if isinstance(n, Definition)}
     made |= {name: value.lineno for value in VALUES for name in stored(value)}
     for statement in TREE.body:
         inside = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
         read = {node.id for node in inside} - stored(statement)
         later = {name for name in read if made.get(name, 0) > statement.lineno}
         assert not later, statement.lineno
-
-
-def test_a_method_is_made_before_another_one_of_its_class_calls_it() -> None:
     for kind in CLASSES:
         methods = [node for node in kind.body if isinstance(node, ast.FunctionDef)]
         for number, method in enumerate(methods):
@@ -80,7 +73,7 @@ def test_nothing_at_module_level_can_change() -> None:
 
 
 def test_functions_are_short_and_there_is_no_magic() -> None:
-    for function in FUNCTIONS:
+    for function in (node for node in NODES if isinstance(node, ast.FunctionDef)):
         length = (function.end_lineno or 0) - function.lineno + 1
         assert length <= 40, function.name
         decorators = {ast.unparse(node) for node in function.decorator_list}
@@ -138,12 +131,11 @@ def test_the_program_its_descriptions_and_its_units_agree() -> None:
     table = README.split("| request | answer |")[1].split("\n\n")[0]
     assert set(re.findall(r"`([A-Z]+) (/\S*?)`", table)) == set(routes)
     unit = CHECKOUT.joinpath("waker.service").read_text()
-    procd = CHECKOUT.joinpath("waker.init").read_text()
     values = dict(re.findall(r"(?m)^(\w+)=(.*)$", unit))
     assert values["RestartPreventExitStatus"] == str(os.EX_CONFIG)
     stop = values["TimeoutStopSec"]
     assert int(stop) > waker.Config._field_defaults["unlock_seconds"]
-    assert f"term_timeout {stop} " in procd
+    assert f"term_timeout {stop} " in CHECKOUT.joinpath("waker.init").read_text()
     names = re.findall(r"LoadCredential=(.*):/etc/waker/\1\n", unit)
     handed_over = ", ".join(f"`{name}`" for name in names[:-1])
     assert f"The unit hands {handed_over} and `{names[-1]}` of" in README
