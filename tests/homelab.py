@@ -13,9 +13,10 @@ import os
 import socket
 import sys
 import tempfile
-import threading
-from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address
 from pathlib import Path
+from threading import Condition, Event, Thread
 
 import paramiko
 from cryptroot_unlock import Disks, cryptroot_unlock
@@ -51,7 +52,6 @@ def bind_udp(address: str, port: int) -> socket.socket:
     """Take a UDP port for oneself alone: SO_REUSEADDR would let others share it."""
     taken = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     taken.bind((address, port))
-    taken.settimeout(0.05)
     return taken
 
 
@@ -81,13 +81,9 @@ class Session(paramiko.ServerInterface):
         self._server = server
         self._channel: paramiko.Channel | None = None
 
-    def get_allowed_auths(self, username: str) -> str:
-        return "publickey"
-
     def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
-        if (username, public_line(key)) == ("root", self._server.authorized):
-            return common.AUTH_SUCCESSFUL
-        return common.AUTH_FAILED
+        known = (username, public_line(key)) == ("root", self._server.authorized)
+        return common.AUTH_SUCCESSFUL if known else common.AUTH_FAILED
 
     def check_channel_request(self, kind: str, chanid: int) -> int:
         busy = self._channel and not self._channel.eof_sent
@@ -97,59 +93,52 @@ class Session(paramiko.ServerInterface):
         self, channel: paramiko.Channel, command: bytes
     ) -> bool:
         self._channel = channel
-        run = threading.Thread(target=self._server.run, args=(channel, command))
-        run.daemon = True
-        run.start()
+        run, arguments = self._server.run, (channel, command)
+        Thread(target=run, args=arguments, daemon=True).start()
         return True
 
 
+@dataclass
 class SshServer:
     """An SSH server on one port, with one host key and at most one command."""
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        host_key: paramiko.PKey,
-        ident: str,
-        authorized: str = "",
-        state: Path | None = None,
-    ) -> None:
-        self.authorized = authorized
-        self.ended = threading.Event()  # set when the last disk is unlocked
-        self._listener, self._state = listener, state
-        self._host_key, self._ident = host_key, ident
+    listener: socket.socket
+    host_key: paramiko.PKey
+    ident: str
+    authorized: str = ""
+    state: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.ended = Event()  # set when the last disk is unlocked
         self._transports: list[paramiko.Transport] = []
-        listener.listen(16)
-        threading.Thread(target=self._accept, daemon=True).start()
+        self.listener.listen(16)
+        Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # closed
             while True:
-                connection, _ = self._listener.accept()
+                connection, _ = self.listener.accept()
                 transport = paramiko.Transport(connection)
-                transport.local_version = self._ident
-                transport.add_server_key(self._host_key)
+                transport.local_version = self.ident
+                transport.add_server_key(self.host_key)
                 self._transports.append(transport)
                 with contextlib.suppress(paramiko.SSHException, EOFError):
-                    transport.start_server(threading.Event(), Session(self))
+                    transport.start_server(Event(), Session(self))
 
     def run(self, channel: paramiko.Channel, command: bytes) -> None:
         """Run a command for a client, as its login shell would."""
+        status = 127  # there is no such command
         with contextlib.suppress(OSError, EOFError):  # the client has gone
-            if command != b"cryptroot-unlock" or not self._state:
-                channel.sendall_stderr(b"sh: %b: not found\n" % command)
-                channel.send_exit_status(127)
-                channel.shutdown_write()
-                return
-            status = cryptroot_unlock(
-                self._state,
-                channel.makefile("rb").read,
-                lambda text: channel.sendall(text.encode()),
-                self._lose_power,
-            )
+            if self.state and command == b"cryptroot-unlock":
+                status = cryptroot_unlock(
+                    self.state,
+                    channel.makefile("rb").read,
+                    lambda text: channel.sendall(text.encode()),
+                    self._lose_power,
+                )
             channel.send_exit_status(status)
             channel.shutdown_write()  # to close might overtake "the command has begun"
-            if not Disks.load(self._state).locked:
+            if self.state and not Disks.load(self.state).locked:
                 self.ended.set()
 
     def _lose_power(self) -> None:
@@ -160,8 +149,8 @@ class SshServer:
     def close(self) -> None:
         """Hang up on everybody."""
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
         for transport in self._transports:
             transport.close()
 
@@ -169,8 +158,7 @@ class SshServer:
 class Homelab:
     """The machine. Its folder has our key and the state of its disks.
 
-    `pace` is how long its firmware and its boot take, in seconds each; `idents` are the
-    SSH identification strings of its initrd and of its system.
+    `pace` is how long its firmware and its boot take, in seconds each.
     """
 
     def __init__(
@@ -180,38 +168,36 @@ class Homelab:
         disks: Disks,
         address: str = "127.0.0.1",
         packet_port: int = 0,
-        shared_port: bool = False,
         pace: float = 0,
-        idents: tuple[str, str] = (DROPBEAR, OPENSSH),
     ) -> None:
-        self.address = address
         self.mac = "52:54:00:12:34:56"
         self.state, self.ssh_key = folder / "disks.json", folder / "ssh_key"
-        self._pace, self._disks = pace, disks
-        self._stop, self._power_cut = threading.Event(), threading.Event()
-        self._changed = threading.Condition()
-        client_key = new_key()
+        self._address, self._disks, self._pace = address, disks, pace
+        client_key, self._initrd_key, self._system_key = (new_key() for _ in range(3))
         client_key.write_private_key_file(str(self.ssh_key))
         self._authorized = public_line(client_key)
-        self._initrd, self._system = ((new_key(), ident) for ident in idents)
-        self.host_key = public_line(self._initrd[0])
-        self.packets: list[bytes] = []
+        self.host_key = public_line(self._initrd_key)
+        self.packets: list[bytes] = []  # all that were heard
         self._udp = bind_udp("", packet_port)  # so that a broadcast is heard, too
         self.packet_port = int(self._udp.getsockname()[1])
         # Each port stays taken from end to end, whoever listens on it in between.
-        self._taken = [bind(address, 0) for _ in range(1 if shared_port else 2)]
-        self._ports = [int(taken.getsockname()[1]) for taken in self._taken]
-        self.initrd_port, self.system_port = self._ports[0], self._ports[-1]
-        self._turn_off()
-        self._thread = threading.Thread(target=self._live, daemon=True)
-        self._thread.start()
+        self._taken = [bind(address, 0) for _ in range(2)]
+        ports = [int(taken.getsockname()[1]) for taken in self._taken]
+        self.initrd_port, self.system_port = ports
+        self.phase, self._changed = "", Condition()
+        self._woken, self._power_cut, self._closed = Event(), Event(), Event()
+        parts = self._hear, self._live
+        self._threads = [Thread(target=part, daemon=True) for part in parts]
+        for thread in self._threads:
+            thread.start()
+        self.wait_for("off")
 
     def settings(self) -> dict[str, str]:
         """Tell the daemon's settings for this machine."""
         return {
             "WAKER_HOMELAB_MAC": self.mac,
-            "WAKER_HOMELAB_HOST": self.address,
-            "WAKER_HOMELAB_BROADCAST": self.address,
+            "WAKER_HOMELAB_HOST": self._address,
+            "WAKER_HOMELAB_BROADCAST": self._address,
             "WAKER_INITRD_SSH_PORT": str(self.initrd_port),
             "WAKER_SYSTEM_SSH_PORT": str(self.system_port),
             "WAKER_SSH_KEY": str(self.ssh_key),
@@ -229,100 +215,87 @@ class Homelab:
             if not self._changed.wait_for(lambda: self.phase == phase, 60):
                 raise TimeoutError(f"it is {self.phase}, not {phase}")
 
-    def _turn_off(self) -> None:
-        self._disks.save(self.state)
-        self._power_cut.clear()
-        self._holes = [Blackhole(self.address, port) for port in self._ports]
-        self._enter("off")
-
     def obey(self, descriptor: int) -> None:
         """Cut the power of the running machine at each input, until that ends."""
         while os.read(descriptor, 1024):
             if self.phase != "off":
                 self._power_cut.set()
 
-    def _sleep_until_packet(self) -> None:
+    def _hear(self) -> None:
         wanted = b"\xff" * 6 + bytes.fromhex(self.mac.replace(":", "")) * 16
-        packet = b""
-        while packet != wanted and not self._stop.is_set():
+        self._udp.settimeout(0.05)
+        while not self._closed.is_set():
             with contextlib.suppress(TimeoutError):
-                packet = self._udp.recv(2048)
-                self.packets.append(packet)
+                self.packets.append(self._udp.recv(2048))
+                if self.packets[-1] == wanted:
+                    self._woken.set()
 
-    def _boot(self) -> None:
-        """Wait for the passphrase, boot on, and be up until the power is cut."""
+    def _live(self) -> None:
+        while not self._closed.is_set():
+            self._disks.save(self.state)
+            with contextlib.ExitStack() as holes:
+                for port in (self.initrd_port, self.system_port):
+                    hole = Blackhole(self._address, port)
+                    holes.enter_context(contextlib.closing(hole))
+                self._enter("off")
+                self._woken.wait()
+            self._run()
+            self._power_cut.clear()
+            self._woken.clear()  # what came while it was awake wakes nobody later
+
+    def _run(self) -> None:
+        """Boot, wait for the passphrase, boot on, and be up until the power is cut."""
         self._enter("booting")
         self._power_cut.wait(self._pace)
-        listener = bind(self.address, self.initrd_port)
-        initrd = SshServer(listener, *self._initrd, self._authorized, self.state)
+        listener, key = bind(self._address, self.initrd_port), self._initrd_key
+        initrd = SshServer(listener, key, DROPBEAR, self._authorized, self.state)
         with contextlib.closing(initrd):
             self._enter("locked")
-            while not (initrd.ended.wait(0.05) or self._power_cut.is_set()):
+            while not (self._power_cut.is_set() or initrd.ended.wait(0.05)):
                 pass
         if Disks.load(self.state).locked:
             return
         self._enter("booting")
         self._power_cut.wait(self._pace)
-        listener = bind(self.address, self.system_port)
-        with contextlib.closing(SshServer(listener, *self._system)):
+        listener = bind(self._address, self.system_port)
+        with contextlib.closing(SshServer(listener, self._system_key, OPENSSH)):
             self._enter("up")
             self._power_cut.wait()
 
-    def _live(self) -> None:
-        while not self._stop.is_set():
-            self._sleep_until_packet()
-            for hole in self._holes:
-                hole.close()
-            self._boot()
-            with contextlib.suppress(TimeoutError):
-                while self._udp.recv(2048):
-                    pass  # came while it was awake, and must not wake it later
-            self._turn_off()
-
     def close(self) -> None:
         """Take the machine away."""
-        self._stop.set()
-        self._power_cut.set()
-        self._thread.join()
+        for event in (self._closed, self._power_cut, self._woken):
+            event.set()
+        for thread in self._threads:
+            thread.join()
         for taken in [self._udp, *self._taken]:
             taken.close()
-        for hole in self._holes:
-            hole.close()
 
 
-def choose_address(wishes: Sequence[str]) -> tuple[str, int]:
-    """Take the first that can be listened on, or end the program."""
-    for wish in wishes:
-        with contextlib.suppress(ValueError, OSError):
-            with waker.listen(waker.parse_listen(wish)) as free:
-                return str(free.getsockname()[0]), int(free.getsockname()[1])
-    sys.exit("LISTEN must be a free ADDRESS:PORT of this box, such as 0.0.0.0:8080")
-
-
-def url(address: str, port: int) -> str:
-    """Write a URL that a phone can open; for every address, with one of this box."""
-    if address in ("::", "0.0.0.0"):
-        udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        with udp, contextlib.suppress(OSError):  # there is no network
-            udp.connect(("192.0.2.1", 9))  # this sends nothing
-            address = str(udp.getsockname()[0])
-    host = f"[{address}]" if ":" in address else address
-    return f"http://{host}:{port}/"
-
-
-def main(*wish: str) -> int:
+def main(wish: str = "127.0.0.1:8080") -> int:
     """Run the homelab and the daemon until ^C; Enter switches the machine off."""
+    try:
+        with waker.listen(waker.parse_listen(wish)) as free:
+            address, port, *_ = free.getsockname()
+    except (ValueError, OSError):
+        sys.exit("LISTEN must be a free ADDRESS:PORT of this box, such as 0.0.0.0:8080")
     pin, passphrase = "24681012", "correct horse battery staple"
-    listen = choose_address(wish or ("127.0.0.1:8080", "127.0.0.1:0"))
     with tempfile.TemporaryDirectory(prefix="waker-demo-") as name:
         machine = Homelab(Path(name), disks=Disks({"cryptroot": passphrase}), pace=4)
         own = {"WAKER_PIN": pin, "WAKER_HOMELAB_NAME": "demo machine"}
         config = waker.read_config(machine.settings() | own, Path(name))
-        config = config._replace(packet_port=machine.packet_port, listen=listen)
-        print(f"Open        {url(*listen)}")
+        config = config._replace(
+            packet_port=machine.packet_port, listen=(address, port)
+        )
+        if address in ("::", "0.0.0.0"):  # a phone needs one of this box's own
+            outside = config._replace(broadcast=IPv4Address("192.0.2.1"))
+            with contextlib.suppress(OSError):  # there is no network
+                address = waker.find_source(outside)
+        host = f"[{address}]" if ":" in address else address
+        print(f"Open        http://{host}:{port}/")
         print(f"PIN         {pin}\npassphrase  {passphrase}")
         print("Enter switches the machine off, ^C ends. The log:", flush=True)
-        threading.Thread(target=machine.obey, args=(0,), daemon=True).start()
+        Thread(target=machine.obey, args=(0,), daemon=True).start()
         return waker.serve(waker.App(config, Path(waker.__file__)))
 
 
