@@ -70,8 +70,8 @@ else
 endif
 
 fuzz: $(VENV)/done ## invented requests and inputs; EXAMPLES=200, SEED=1
-	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_properties.py \
-		--examples $(EXAMPLES) --hypothesis-seed $(SEED)
+	EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest $(PYTEST_ARGS) \
+		tests/test_properties.py --hypothesis-seed $(SEED)
 	$(BIN)/python tests/fuzz.py --examples $(EXAMPLES) --seed $(SEED)
 
 siege: $(VENV)/done ## the daemon under attack, 20 minutes; ATTACK=flood

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import hypothesis
 import pytest
 from cryptroot_unlock import Disks
 from homelab import Homelab
@@ -36,15 +35,6 @@ T = TypeVar("T")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skip", action="store_true", help="a skipped test has failed")
     parser.addoption("--cycles", type=int, default=1, help="boots in a row, tests/vm")
-    parser.addoption("--examples", type=int, default=50, help="of each property")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    examples = config.getoption("--examples")
-    hypothesis.settings.register_profile(
-        "waker", max_examples=examples, deadline=None, database=None
-    )
-    hypothesis.settings.load_profile("waker")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -95,19 +85,16 @@ def wait_for(condition: Callable[[], T]) -> T:
 def wait_for_child(pid: int) -> int:
     """Wait until a process has a child that unlocks; returns its pid."""
 
-    def unlocking() -> list[int]:
-        found: list[int] = []
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # the thread has ended
-                found += map(int, (task / "children").read_text().split())
-        # Before that, the child is a copy of its parent, which waits for it.
-        return [
-            child
-            for child in found
-            if b"\0unlock\0" in Path(f"/proc/{child}/cmdline").read_bytes()
-        ]
+    def find() -> int:
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # the thread or child has ended
+                for child in children.read_text().split():
+                    # Before that, it is a copy of its parent, which waits for it.
+                    if b"\0unlock\0" in Path(f"/proc/{child}/cmdline").read_bytes():
+                        return int(child)
+        return 0
 
-    return wait_for(unlocking)[0]
+    return wait_for(find)
 
 
 @contextlib.contextmanager
@@ -123,16 +110,11 @@ def no_threads() -> Iterator[None]:
 def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run make in a folder that gets a copy of what the box needs of the checkout."""
     folder.mkdir(exist_ok=True)
-    for name in ("Makefile", "waker.py", "ui.html", "README.md"):
-        shutil.copy(CHECKOUT / name, folder)
-    for path in CHECKOUT.glob("waker.*"):
-        shutil.copy(path, folder)
-    return subprocess.run(
-        [need("make"), "--silent", "-C", str(folder), *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    for pattern in ("Makefile", "README.md", "ui.html", "waker.*"):
+        for path in CHECKOUT.glob(pattern):
+            shutil.copy(path, folder)
+    command = [need("make"), "--silent", "-C", str(folder), *arguments]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
 
 
 @dataclass
@@ -198,10 +180,6 @@ class Client:
         self.token = answer.json["token"]
         return self
 
-    def attempts(self) -> range:
-        """Count the attempts of the last minute, by using up what is left of ten."""
-        return range(10 - sum(self.attempt("x").status == 401 for _ in range(10)))
-
     def expire_tokens(self) -> None:
         """End every token: as many newer ones take their places."""
         assert self.app
@@ -227,20 +205,15 @@ def new_app(config: waker.Config) -> waker.App:
 
 @contextlib.contextmanager
 def running(
-    config: waker.Config,
-    app: waker.App | None = None,
-    port: int = 0,
-    *,
-    options: Sequence[tuple[int, int, int]] = (),
+    config: waker.Config, port: int = 0, options: Sequence[tuple[int, int, int]] = ()
 ) -> Iterator[Client]:
     """Run the daemon in this process; port 0 is any free one.
 
-    `options` are for its socket: level, name, value.
+    `options` are for its socket: level, name, value. Nobody else uses waker.Server:
+    `waker.serve` waits for signals, which only the main thread of a process can do.
     """
-    config = config._replace(listen=("127.0.0.1", port))
-    app = app or new_app(config)
-    app.config = config
-    tcp = waker.listen(config.listen)
+    app = new_app(config)
+    tcp = waker.listen(("127.0.0.1", port))
     for option in options:
         tcp.setsockopt(*option)
     server = waker.Server(app, tcp)
@@ -263,22 +236,19 @@ class Daemon:
     client: Client
     log: list[str]
 
-    def _proc(self, name: str) -> Path:
-        return Path(f"/proc/{self.process.pid}/{name}")
-
     def uses(self) -> tuple[int, int]:
         """Count its threads, and its descriptors."""
-        threads, descriptors = self._proc("task"), self._proc("fd")
-        return len(list(threads.iterdir())), len(list(descriptors.iterdir()))
+        proc = Path(f"/proc/{self.process.pid}")
+        return len([*proc.glob("task/*")]), len([*proc.glob("fd/*")])
 
     def busy(self, seconds: float) -> float:
         """Measure which part of the time it uses a processor."""
-        ticks = []
+        used = []
         for pause in (seconds, 0):
-            fields = self._proc("stat").read_text().rpartition(")")[2].split()
-            ticks.append(int(fields[11]) + int(fields[12]))
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+            used.append(sum(map(int, stat.rpartition(")")[2].split()[11:13])))
             time.sleep(pause)
-        return (ticks[1] - ticks[0]) / os.sysconf("SC_CLK_TCK") / seconds
+        return (used[1] - used[0]) / os.sysconf("SC_CLK_TCK") / seconds
 
     def stop(self) -> int:
         """Send SIGTERM; returns the exit status, and completes the log."""

@@ -1,6 +1,7 @@
 """What holds for every input, tried on many: the parsers, and what they must not do.
 
-`--examples N` tries N of each; `--hypothesis-seed` chooses which ones.
+The same ones at each time; with EXAMPLES=N in the environment, N others of each, which
+`--hypothesis-seed` chooses.
 """
 
 import io
@@ -10,11 +11,20 @@ import re
 import string
 
 import h11
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import waker
 
+EXAMPLES = int(os.environ.get("EXAMPLES", "0"))
+settings.register_profile(
+    "waker",
+    max_examples=EXAMPLES or 50,
+    derandomize=not EXAMPLES,
+    deadline=None,
+    database=None,
+)
+settings.load_profile("waker")
 PEER = "192.0.2.1"
 TOKEN = string.ascii_letters + string.digits + "!#$%&'*+-.^_`|~"
 
