@@ -71,29 +71,29 @@ class Blackhole:
         self._listener.close()
 
 
+@dataclass
 class Session(paramiko.ServerInterface):
     """One SSH connection: who may log in, and what a command does.
 
     It takes one command at a time: dropbear, too, may refuse one while another ends.
     """
 
-    def __init__(self, server: "SshServer") -> None:
-        self._server = server
-        self._channel: paramiko.Channel | None = None
+    server: "SshServer"
+    channel: paramiko.Channel | None = None
 
     def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
-        known = (username, public_line(key)) == ("root", self._server.authorized)
+        known = (username, public_line(key)) == ("root", self.server.authorized)
         return common.AUTH_SUCCESSFUL if known else common.AUTH_FAILED
 
     def check_channel_request(self, kind: str, chanid: int) -> int:
-        busy = self._channel and not self._channel.eof_sent
+        busy = self.channel and not self.channel.eof_sent
         return common.OPEN_FAILED_RESOURCE_SHORTAGE if busy else common.OPEN_SUCCEEDED
 
     def check_channel_exec_request(
         self, channel: paramiko.Channel, command: bytes
     ) -> bool:
-        self._channel = channel
-        run, arguments = self._server.run, (channel, command)
+        self.channel = channel
+        run, arguments = self.server.run, (channel, command)
         Thread(target=run, args=arguments, daemon=True).start()
         return True
 
@@ -155,33 +155,29 @@ class SshServer:
             transport.close()
 
 
+@dataclass
 class Homelab:
-    """The machine. Its folder has our key and the state of its disks.
+    """The machine. Its folder has our key and the state of its disks."""
 
-    `pace` is how long its firmware and its boot take, in seconds each.
-    """
+    folder: Path
+    disks: Disks
+    address: str = "127.0.0.1"
+    packet_port: int = 0  # for UDP; 0 is any free one
+    pace: float = 0  # seconds that its firmware and its boot take, each
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        disks: Disks,
-        address: str = "127.0.0.1",
-        packet_port: int = 0,
-        pace: float = 0,
-    ) -> None:
+    def __post_init__(self) -> None:
         self.mac = "52:54:00:12:34:56"
-        self.state, self.ssh_key = folder / "disks.json", folder / "ssh_key"
-        self._address, self._disks, self._pace = address, disks, pace
+        self.state = self.folder / "disks.json"
+        self.ssh_key = self.folder / "ssh_key"
         client_key, self._initrd_key, self._system_key = (new_key() for _ in range(3))
         client_key.write_private_key_file(str(self.ssh_key))
         self._authorized = public_line(client_key)
         self.host_key = public_line(self._initrd_key)
         self.packets: list[bytes] = []  # all that were heard
-        self._udp = bind_udp("", packet_port)  # so that a broadcast is heard, too
+        self._udp = bind_udp("", self.packet_port)  # so that a broadcast is heard, too
         self.packet_port = int(self._udp.getsockname()[1])
         # Each port stays taken from end to end, whoever listens on it in between.
-        self._taken = [bind(address, 0) for _ in range(2)]
+        self._taken = [bind(self.address, 0) for _ in range(2)]
         ports = [int(taken.getsockname()[1]) for taken in self._taken]
         self.initrd_port, self.system_port = ports
         self.phase, self._changed = "", Condition()
@@ -196,8 +192,8 @@ class Homelab:
         """Tell the daemon's settings for this machine."""
         return {
             "WAKER_HOMELAB_MAC": self.mac,
-            "WAKER_HOMELAB_HOST": self._address,
-            "WAKER_HOMELAB_BROADCAST": self._address,
+            "WAKER_HOMELAB_HOST": self.address,
+            "WAKER_HOMELAB_BROADCAST": self.address,
             "WAKER_INITRD_SSH_PORT": str(self.initrd_port),
             "WAKER_SYSTEM_SSH_PORT": str(self.system_port),
             "WAKER_SSH_KEY": str(self.ssh_key),
@@ -232,10 +228,10 @@ class Homelab:
 
     def _live(self) -> None:
         while not self._closed.is_set():
-            self._disks.save(self.state)
+            self.disks.save(self.state)
             with contextlib.ExitStack() as holes:
                 for port in (self.initrd_port, self.system_port):
-                    hole = Blackhole(self._address, port)
+                    hole = Blackhole(self.address, port)
                     holes.enter_context(contextlib.closing(hole))
                 self._enter("off")
                 self._woken.wait()
@@ -246,8 +242,8 @@ class Homelab:
     def _run(self) -> None:
         """Boot, wait for the passphrase, boot on, and be up until the power is cut."""
         self._enter("booting")
-        self._power_cut.wait(self._pace)
-        listener, key = bind(self._address, self.initrd_port), self._initrd_key
+        self._power_cut.wait(self.pace)
+        listener, key = bind(self.address, self.initrd_port), self._initrd_key
         initrd = SshServer(listener, key, DROPBEAR, self._authorized, self.state)
         with contextlib.closing(initrd):
             self._enter("locked")
@@ -256,8 +252,8 @@ class Homelab:
         if Disks.load(self.state).locked:
             return
         self._enter("booting")
-        self._power_cut.wait(self._pace)
-        listener = bind(self._address, self.system_port)
+        self._power_cut.wait(self.pace)
+        listener = bind(self.address, self.system_port)
         with contextlib.closing(SshServer(listener, self._system_key, OPENSSH)):
             self._enter("up")
             self._power_cut.wait()
@@ -276,7 +272,7 @@ def main(wish: str = "127.0.0.1:8080") -> int:
     """Run the homelab and the daemon until ^C; Enter switches the machine off."""
     try:
         with waker.listen(waker.parse_listen(wish)) as free:
-            address, port, *_ = free.getsockname()
+            address, port = listen = free.getsockname()[:2]
     except (ValueError, OSError):
         sys.exit("LISTEN must be a free ADDRESS:PORT of this box, such as 0.0.0.0:8080")
     pin, passphrase = "24681012", "correct horse battery staple"
@@ -284,9 +280,7 @@ def main(wish: str = "127.0.0.1:8080") -> int:
         machine = Homelab(Path(name), disks=Disks({"cryptroot": passphrase}), pace=4)
         own = {"WAKER_PIN": pin, "WAKER_HOMELAB_NAME": "demo machine"}
         config = waker.read_config(machine.settings() | own, Path(name))
-        config = config._replace(
-            packet_port=machine.packet_port, listen=(address, port)
-        )
+        config = config._replace(packet_port=machine.packet_port, listen=listen)
         if address in ("::", "0.0.0.0"):  # a phone needs one of this box's own
             outside = config._replace(broadcast=IPv4Address("192.0.2.1"))
             with contextlib.suppress(OSError):  # there is no network

@@ -66,15 +66,6 @@ def test_a_shared_port_is_told_by_its_identification(
             assert looking.result() == sight
 
 
-def test_each_port_is_looked_at_by_itself(config: waker.Config) -> None:
-    """One that swallows does not hide another; the machine sleeps here, so both do."""
-    with bind("127.0.0.1", 0) as listener:
-        listener.listen()
-        port = int(listener.getsockname()[1])
-        machine = config.machine._replace(system_port=port)
-        assert waker.look(machine) == waker.Sight(SILENT, OPEN)
-
-
 def test_who_does_not_answer_is_off_within_a_second_and_our_own_failure_is_told(
     home: tuple[Namespace, ...], config: waker.Config
 ) -> None:
