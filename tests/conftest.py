@@ -44,9 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item,
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     report = yield
     if report.skipped and item.config.getoption("--no-skip"):
         report.outcome = "failed"
@@ -276,16 +274,13 @@ def run_waker(
         input=given,
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
 
 
 @contextlib.contextmanager
 def daemon(
-    settings: dict[str, str],
-    *command: str,
-    program: tuple[str, ...] = MODULE,
+    settings: dict[str, str], *command: str, program: tuple[str, ...] = MODULE
 ) -> Iterator[Daemon]:
     """Start the daemon, and see that it ends well."""
     process = subprocess.Popen(
@@ -297,9 +292,7 @@ def daemon(
     )
     assert process.stderr
     log = [process.stderr.readline()]
-    if "listens on" not in log[0]:
-        process.kill()
-        raise RuntimeError(log[0] + process.communicate()[1])
+    assert "listens on" in log[0], log[0] + process.communicate()[1]
     started = Daemon(process, Client(int(log[0].split()[-1])), log)
     try:
         yield started
@@ -311,8 +304,8 @@ def daemon(
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[Homelab]:
     """A machine that sleeps."""
-    machine = Homelab(tmp_path, disks=Disks({"cryptroot": PASSPHRASE}))
-    with contextlib.closing(machine):
+    disks = Disks({"cryptroot": PASSPHRASE})
+    with contextlib.closing(Homelab(tmp_path, disks=disks)) as machine:
         yield machine
 
 

@@ -13,10 +13,11 @@ import os
 import socket
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 from pathlib import Path
-from threading import Condition, Event, Thread
+from threading import Event, Thread
 
 import paramiko
 from cryptroot_unlock import Disks, cryptroot_unlock
@@ -180,7 +181,7 @@ class Homelab:
         self._taken = [bind(self.address, 0) for _ in range(2)]
         ports = [int(taken.getsockname()[1]) for taken in self._taken]
         self.initrd_port, self.system_port = ports
-        self.phase, self._changed = "", Condition()
+        self.phase = ""
         self._woken, self._power_cut, self._closed = Event(), Event(), Event()
         parts = self._hear, self._live
         self._threads = [Thread(target=part, daemon=True) for part in parts]
@@ -200,16 +201,13 @@ class Homelab:
             "WAKER_SSH_HOST_KEY": self.host_key,
         }
 
-    def _enter(self, phase: str) -> None:
-        with self._changed:
-            self.phase = phase
-            self._changed.notify_all()
-
     def wait_for(self, phase: str) -> None:
         """Wait until the machine is in a phase: off, booting, locked or up."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.phase == phase, 60):
-                raise TimeoutError(f"it is {self.phase}, not {phase}")
+        for _ in range(6000):  # a minute
+            if self.phase == phase:
+                return
+            time.sleep(0.01)
+        raise TimeoutError(f"it is {self.phase}, not {phase}")
 
     def obey(self, descriptor: int) -> None:
         """Cut the power of the running machine at each input, until that ends."""
@@ -233,7 +231,7 @@ class Homelab:
                 for port in (self.initrd_port, self.system_port):
                     hole = Blackhole(self.address, port)
                     holes.enter_context(contextlib.closing(hole))
-                self._enter("off")
+                self.phase = "off"
                 self._woken.wait()
             self._run()
             self._power_cut.clear()
@@ -241,21 +239,21 @@ class Homelab:
 
     def _run(self) -> None:
         """Boot, wait for the passphrase, boot on, and be up until the power is cut."""
-        self._enter("booting")
+        self.phase = "booting"
         self._power_cut.wait(self.pace)
         listener, key = bind(self.address, self.initrd_port), self._initrd_key
         initrd = SshServer(listener, key, DROPBEAR, self._authorized, self.state)
         with contextlib.closing(initrd):
-            self._enter("locked")
+            self.phase = "locked"
             while not (self._power_cut.is_set() or initrd.ended.wait(0.05)):
                 pass
         if Disks.load(self.state).locked:
             return
-        self._enter("booting")
+        self.phase = "booting"
         self._power_cut.wait(self.pace)
         listener = bind(self.address, self.system_port)
         with contextlib.closing(SshServer(listener, self._system_key, OPENSSH)):
-            self._enter("up")
+            self.phase = "up"
             self._power_cut.wait()
 
     def close(self) -> None:

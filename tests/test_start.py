@@ -34,7 +34,6 @@ import waker
 ONE = {"d": PASSPHRASE}
 NOT_SENT = "The passphrase was not sent."
 SENT = "Cancelled. The passphrase was sent."
-BUSY = "Another unlock or start is running; wait for it to end"
 
 
 def told(client: Client) -> Any:
@@ -73,15 +72,16 @@ def is_forgotten() -> bool:
 
 
 @contextlib.contextmanager
-def waiting(
+def starting(
     folder: Path, disks: Disks, start_seconds: float = 600
 ) -> Iterator[tuple[Client, Initrd]]:
-    """A machine that waits for its passphrase, and then boots nothing; its daemon."""
+    """Start a machine that waits for its passphrase, and then boots nothing."""
     with paramiko_server(folder, disks) as initrd:
         settings = {"WAKER_PIN": PIN} | MAC | initrd.machine().settings()
         config = waker.read_config(settings, folder)
         with running(config._replace(start_seconds=start_seconds)) as client:
-            yield client.log_in(), initrd
+            assert client.log_in().start().status == 200
+            yield client, initrd
 
 
 def test_a_machine_is_woken_once_unlocked_and_seen_up(
@@ -150,8 +150,7 @@ def test_an_error_is_told_for_an_hour(
 
 
 def test_an_early_initrd_is_asked_again(tmp_path: Path) -> None:
-    with waiting(tmp_path, Disks(ONE, early=True)) as (client, initrd):
-        client.start()
+    with starting(tmp_path, Disks(ONE, early=True)) as (client, initrd):
         wait_for(lambda: "not ready yet" in told(client)["message"])
         assert initrd.received() == []
         Disks(ONE).save(initrd.state)
@@ -174,8 +173,7 @@ SLOW = "The system has not answered yet."
 def test_a_start_whose_time_is_over_tells_what_was_seen(
     tmp_path: Path, disks: Disks, end: str
 ) -> None:
-    with waiting(tmp_path, disks, start_seconds=0) as (client, initrd):
-        client.start()
+    with starting(tmp_path, disks, start_seconds=0) as (client, initrd):
         if disks.slow:
             wait_for(initrd.received)
             os.kill(wait_for_child(os.getpid()), signal.SIGKILL)
@@ -194,10 +192,8 @@ def test_what_could_only_fail_wakes_nobody(config: waker.Config, lab: Homelab) -
 # ---- Cancelling ----------------------------------------------------------------------
 
 
-def test_a_cancel_ends_the_waiting_for_an_initrd_that_hangs_up(
-    config: waker.Config,
-) -> None:
-    """As it does while it configures its network; it would be asked again."""
+def test_a_cancel_ends_the_wait_for_an_early_initrd(config: waker.Config) -> None:
+    """It hangs up while it configures its network, and would be asked again."""
     with peer(socket.socket.close) as port:
         machine = config.machine._replace(initrd_port=port, system_port=free_port())
         with running(config._replace(machine=machine)) as client:
@@ -228,12 +224,12 @@ def test_a_cancel_before_the_process_begins_sends_nothing(
 def test_a_cancel_ends_what_sent_nothing_and_lets_the_rest_finish(
     tmp_path: Path, disks: Disks, received: list[bytes], end: str
 ) -> None:
-    with waiting(tmp_path, disks) as (client, initrd):
-        client.start()
+    with starting(tmp_path, disks) as (client, initrd):
         child = wait_for_child(os.getpid())
         wait_for(lambda: initrd.received() == received)
         for answer in (client.start(), client.unlock()):
-            assert (answer.status, answer.error) == (409, BUSY)
+            assert answer.status == 409
+            assert answer.error.startswith("Another unlock or start is running")
         assert cancel(client) == end
         assert not Path(f"/proc/{child}").exists()
         assert initrd.received() == received
