@@ -29,6 +29,7 @@ PIN = "pin-2468-pin"
 PASSPHRASE = 'correct "horse" \\ stäple'
 MAC = {"WAKER_HOMELAB_MAC": "52:54:00:12:34:56"}
 MACHINE = MAC | {"WAKER_HOMELAB_HOST": "127.0.0.1"}
+Fields = Mapping[str, str]
 T = TypeVar("T")
 
 
@@ -120,7 +121,7 @@ class Answer:
     """What came back."""
 
     status: int
-    headers: Mapping[str, str]
+    headers: Fields
     body: bytes
 
     @property
@@ -144,11 +145,7 @@ class Client:
     app: waker.App | None = None  # where the daemon runs in this process
 
     def call(
-        self,
-        method: str,
-        path: str,
-        body: object = None,
-        headers: Mapping[str, str] | None = None,
+        self, method: str, path: str, body: object = None, headers: Fields | None = None
     ) -> Answer:
         """Make a request; bytes go as they are, anything else as JSON."""
         fields = {"Authorization": f"Bearer {self.token}"} if self.token else {}
@@ -169,7 +166,7 @@ class Client:
         head, _, body = received.partition(b"\r\n\r\n")
         return int(head.split()[1]), body
 
-    def attempt(self, pin: str, headers: Mapping[str, str] | None = None) -> Answer:
+    def attempt(self, pin: str, headers: Fields | None = None) -> Answer:
         return self.call("POST", "/api/auth", {"pin": pin}, headers)
 
     def log_in(self, pin: str = PIN) -> "Client":

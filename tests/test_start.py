@@ -100,53 +100,42 @@ def test_a_machine_is_woken_once_unlocked_and_seen_up(
     assert [*phases] == ["waking", "unlocking", "failed", "booting", "done"]
 
 
-@pytest.mark.parametrize(
-    ("silent", "reason"),
-    [
-        (True, "did not wake: check power, network cable and Wake-on-LAN"),
-        (False, "woke, but the SSH port of its initrd stayed closed"),
-    ],
-)
-def test_silence_is_woken_again_and_again_but_who_is_awake_is_not(
-    config: waker.Config, lab: Homelab, silent: bool, reason: str
-) -> None:
-    mac = waker.parse_mac("52:54:00:00:00:99")
-    config = config._replace(mac=mac, packet_seconds=0.1, start_seconds=2)
-    awake = config.machine._replace(initrd_port=free_port(), system_port=free_port())
-    with running(config if silent else config._replace(machine=awake)) as client:
-        end = start(client.log_in(), "failed")
-        assert end == f"not_awake: The machine {reason}. {NOT_SENT}"
-        assert told(client)["seconds"] >= 2
-    assert (len(lab.packets) >= 6) == silent  # three at a time
-    assert set(lab.packets) <= {waker.magic_packet(mac)}
+AWAKE = {"initrd_port": free_port(), "system_port": free_port()}
 
 
 @pytest.mark.parametrize(
-    ("figures", "end"),
+    ("ports", "figures", "end"),
     [
+        ({}, {}, f"not_awake: The machine did not wake: check power, .* {NOT_SENT}"),
+        (AWAKE, {}, f"not_awake: The machine woke, but the SSH port .* {NOT_SENT}"),
         # UDP's port 0 is no destination.
-        ({"packet_port": 0}, f"Failed to send WOL packet: .* {NOT_SENT}"),
-        ({"start_seconds": "a bug"}, r"bug: TypeError, waker.py:\d+. .* may have .*"),
+        ({}, {"packet_port": 0}, f"error: Failed to send WOL packet: .* {NOT_SENT}"),
+        ({}, {"start_seconds": "a bug"}, r"error: bug: TypeError, waker.py:\d+. .*"),
     ],
 )
-def test_an_error_is_told_for_an_hour(
-    config: waker.Config, figures: dict[str, Any], end: str
+def test_a_start_that_fails_says_why_for_an_hour(
+    config: waker.Config, lab: Homelab, ports: Any, figures: Any, end: str
 ) -> None:
-    """And a start that got no thread leaves room for the next one."""
-    app, passphrase = new_app(config._replace(**figures)), waker.Passphrase("x")
+    """One without a thread leaves room. Silence is woken again and again, no other."""
+    mac = waker.parse_mac("52:54:00:00:00:99")
+    config = config._replace(machine=config.machine._replace(**ports), mac=mac)
+    config = config._replace(**{"start_seconds": 2, "packet_seconds": 0.1} | figures)
+    app, passphrase = new_app(config), waker.Passphrase("x")
     with no_threads(), pytest.raises(waker.Fault) as fault:
         app.starter.begin(passphrase, 0)
     assert (fault.value.status, fault.value.headers) == (503, (("Retry-After", "5"),))
     assert app.starter.members(0) is None
-    app.starter.begin(passphrase, time.monotonic())
+    began = time.monotonic()
+    app.starter.begin(passphrase, began)
     with app.unlocker.busy:
         now = time.monotonic()  # it has ended
-    told = app.starter.members(now)
-    assert told
-    assert (told["phase"], told["outcome"]) == ("failed", "error")
-    assert re.fullmatch(end, str(told["message"]))
+    told: Any = app.starter.members(now)
+    assert re.fullmatch(end, "{outcome}: {message}".format(**told))
+    assert now - began - 2 < told["seconds"] <= now - began
     assert app.starter.members(now + 3590) == told
     assert app.starter.members(now + 3600) is None
+    assert (len(lab.packets) >= 6) == ("did not wake" in end)  # three at a time
+    assert set(lab.packets) <= {waker.magic_packet(mac)}
 
 
 def test_an_early_initrd_is_asked_again(tmp_path: Path) -> None:
