@@ -77,7 +77,7 @@ def wait_for(condition: Callable[[], T]) -> T:
         found = condition()
         if found:
             return found
-        time.sleep(0.02)  # or this would take the processor from what it waits for
+        time.sleep(0.05)  # or this would take the processor from what it waits for
     raise TimeoutError
 
 
