@@ -227,12 +227,12 @@ class Homelab:
     def _live(self) -> None:
         while not self._closed.is_set():
             self.disks.save(self.state)
-            with contextlib.ExitStack() as holes:
-                for port in (self.initrd_port, self.system_port):
-                    hole = Blackhole(self.address, port)
-                    holes.enter_context(contextlib.closing(hole))
-                self.phase = "off"
-                self._woken.wait()
+            ports = self.initrd_port, self.system_port
+            holes = [Blackhole(self.address, port) for port in ports]
+            self.phase = "off"
+            self._woken.wait()
+            for hole in holes:
+                hole.close()
             self._run()
             self._power_cut.clear()
             self._woken.clear()  # what came while it was awake wakes nobody later
