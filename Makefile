@@ -87,8 +87,9 @@ test-paramiko: $(VENV)/done ## what depends on paramiko; PARAMIKO=2.12.0
 bench: .venv-bench/done ## waker beside other servers, 3 minutes, as root
 	.venv-bench/bin/python tests/bench.py
 
-screenshots: $(VENV)/done ## the page in every state, on one sheet, dist/page.png
-	$(BIN)/python tests/screenshots.py
+screenshots: $(VENV)/done ## the page in every state, into tests/screenshots
+	$(BIN)/python -m pytest --numprocesses 3 $(PYTEST_ARGS) -k every_state \
+		--screenshots tests/screenshots tests/test_page.py
 
 lint: $(VENV)/done ## ruff and mypy
 	$(BIN)/ruff check

@@ -36,6 +36,7 @@ T = TypeVar("T")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skip", action="store_true", help="a skipped test has failed")
     parser.addoption("--cycles", type=int, default=1, help="boots in a row, tests/vm")
+    parser.addoption("--screenshots", help="folder for pictures of the page")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
