@@ -66,7 +66,8 @@ ifdef T
 	$(BIN)/python -m pytest --numprocesses 4 $(PYTEST_ARGS) $(T)
 else
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS) --ignore tests/test_page.py
-	$(BIN)/python -m pytest --numprocesses 4 $(PYTEST_ARGS) tests/test_page.py
+	$(BIN)/python -m pytest --numprocesses 4 --maxschedchunk 1 $(PYTEST_ARGS) \
+		tests/test_page.py
 endif
 
 fuzz: $(VENV)/done ## invented requests and inputs; EXAMPLES=200, SEED=1

@@ -76,7 +76,7 @@ class Phone:
         return str(self.page.evaluate("document.activeElement.id"))
 
     def answer(self, path: str, status: int, told: object, **fields: str) -> "Phone":
-        """Answer all further requests for a path; `*` is any but that with the PIN."""
+        """Answer all further requests for a path."""
         self.page.route(
             f"**/api/{path}",
             lambda route: route.fulfill(status=status, json=told, headers=fields),
@@ -172,6 +172,8 @@ def before_a_start(phone: Phone, client: Client) -> Iterator[str]:
     yield "off, answered by something else"
     phone.answer("wol", 200, {"message": PACKET}).press("Wake only").reads(PACKET)
     yield "off, packet sent"
+    phone.tell("up").sees("up").tell("off").sees("ready")
+    expect(phone.page.locator("#message")).to_be_hidden()
     phone.tell("booting").reads("Awake, starting up")
     yield "awake"
     phone.tell("unknown").reads("Not known: waker could not look")

@@ -267,7 +267,7 @@ def test_keypad_and_notice_of_plain_http_are_as_the_last_visit_left_them(
     phone.open(api, "waker.lan")
     expect(notice).to_be_visible()
     expect(pin).to_have_attribute("inputmode", "numeric")
-    keys.click()
+    keys.press("Enter")
     expect(pin).to_have_attribute("inputmode", "text")
     assert phone.focus() == "pin"
     phone.give_pin().sees("ready")  # it has letters
@@ -296,13 +296,13 @@ def test_too_many_attempts_are_counted_down(api: Client, phone: Phone) -> None:
 
 
 def test_a_wrong_passphrase_is_asked_for_again(api: Client, phone: Phone) -> None:
-    phone.open(api).give_pin().start("wrong").sees("running").sees("ready")
+    phone.open(api).give_pin().start("wrong")
     phone.reads("Wrong passphrase for disk cryptroot. Type it once more.")
     assert phone.focus() == "passphrase"
     field = phone.page.locator("#passphrase")
     expect(field).to_have_attribute("aria-invalid", "true")
     expect(phone.page.locator("#start")).to_have_text("Unlock")
-    phone.page.keyboard.type(PASSPHRASE)  # the wrong one is selected
+    phone.page.keyboard.type(PASSPHRASE)
     expect(field).not_to_have_attribute("aria-invalid", "true")
     phone.page.keyboard.press("Enter")
     phone.reads("Up and running")
@@ -326,10 +326,10 @@ def test_a_token_that_expires_costs_nothing_that_is_typed_or_under_way(
 
 def test_an_unlock_goes_on_while_the_token_expires(api: Client, phone: Phone) -> None:
     phone.tell("locked").open(api).give_pin().open_details("One step at a time")
-    phone.type_passphrase("wrong").hold("unlock").press("Unlock only")
-    phone.reads("Unlocking…").expire().reads("Your 15 minutes are over")
-    phone.release(400, {"error": "Wrong passphrase."}).reads("Wrong passphrase.")
-    phone.sees("ready").start().sees("pin")
+    phone.type_passphrase().hold("unlock").press("Unlock only").reads("Unlocking…")
+    phone.expire().reads("Your 15 minutes are over")
+    phone.release(200, {"message": "Unlocked."}).sees("pin")
+    phone.tell("booting").give_pin().reads("Unlocked; still booting")
 
 
 def lose(route: Route) -> None:
@@ -394,7 +394,7 @@ def test_an_answer_that_hangs_is_told_and_does_not_hold_back_the_next(
     with running(config) as client:
         phone.open(client).give_pin().sees("ready")
     with waker.listen(("127.0.0.1", client.port)) as silent:
-        silent.settimeout(15)  # seconds; Chromium's cache holds a request back for 20
+        silent.settimeout(10)  # seconds; the page gives up the first request after 15
         phone.look()
         with silent.accept()[0] as first:
             assert first.recv(4) == b"GET "
@@ -467,7 +467,8 @@ def test_waking_and_unlocking_are_there_one_by_one(api: Client, phone: Phone) ->
     phone.type_passphrase("wrong").press("Unlock only")
     phone.reads("Wrong passphrase for disk cryptroot.")
     assert phone.focus() == "passphrase"
-    phone.type_passphrase().press("Unlock only").sees("up").reads("Up and running")
+    phone.page.keyboard.type(PASSPHRASE)  # the wrong one is selected
+    phone.press("Unlock only").sees("up").reads("Up and running")
 
 
 def test_a_machine_that_is_up_is_left_in_peace(api: Client, phone: Phone) -> None:
@@ -518,9 +519,8 @@ def test_without_its_script_there_is_one_sentence(
     else:
         phone.page.set_content(SOURCE.replace("const STATES", "konst STATES"))
         assert "Unexpected identifier" in phone.console.pop()
-    text = phone.page.inner_text("main").split("\n")
-    sentence = "Loading… If this stays, JavaScript did not run: reload the page, or try"
-    assert list(filter(None, text)) == ["waker", f"{sentence} another browser."]
+    text = phone.page.inner_text("main")
+    assert re.fullmatch(r"waker\s+Loading… If this stays, [^\n]* browser\.", text)
 
 
 def test_password_managers_can_keep_the_two_secrets_apart(
@@ -557,8 +557,6 @@ def test_below_a_path_of_a_reverse_proxy_it_can_be_put_on_a_home_screen(
     errors = cdp.send("Page.getInstallabilityErrors")["installabilityErrors"]
     assert [error["errorId"] for error in errors] == ["in-incognito"]  # as tests are
     icon = api.call("GET", "/apple-touch-icon.png")
-    assert icon.headers["Content-Type"] == "image/png"
-    assert icon.body.startswith(b"\x89PNG\r\n\x1a\n")
     assert struct.unpack(">2I", icon.body[16:24]) == (180, 180)
 
 
