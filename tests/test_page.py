@@ -31,7 +31,7 @@ README = {
     ("off", "light"): "phone-light-3-off",
     ("booting as usual", "dark"): "phone-dark-7-booting",
 }
-expect.set_options(timeout=20_000)
+expect.set_options(timeout=60_000)
 
 
 @pytest.fixture(scope="session")
