@@ -9,6 +9,8 @@ PIP := $(BIN)/pip install --disable-pip-version-check
 PYTEST_ARGS ?=
 # More than there are processors: most tests wait, for the most part; not the browser's.
 PARALLEL := --numprocesses 14 --maxschedchunk 1
+# Tests begin hundreds of processes: none of them is to compile everything again.
+export PYTHONDONTWRITEBYTECODE :=
 INIT ?= $(if $(wildcard /etc/rc.common),procd,systemd)
 PREFIX ?= $(if $(filter procd,$(INIT)),/usr,/usr/local)
 $(if $(filter /%,$(PREFIX)),,$(error PREFIX must begin with /))
