@@ -11,14 +11,13 @@ But: it is not the script itself, and has no disk. That test is another one.
 
 import json
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
-SSH_SERVERS = ("dropbear", "sshd", "sshd-session")
 
 
 @dataclass
@@ -31,8 +30,7 @@ class Disks:
     mute: bool = False  # the command hangs before it asks
     lingers: bool = False  # the command takes its time to end
     slow: float = 0  # seconds that a key derivation takes
-    wordless: bool = False  # the command ends well, and says nothing of the answer
-    gives_up: bool = False  # the command does not wait for the end of a derivation
+    wordless: bool = False  # the command says nothing of the answer
     dies: str = ""  # power is lost `before` it asks, or `after` it was answered
     received: list[str] = field(default_factory=list)  # every answer, in hex
 
@@ -46,14 +44,6 @@ class Disks:
         new.replace(path)  # whoever reads sees all of it
 
 
-def try_passphrase(disks: Disks, name: str, given: bytes) -> tuple[str, int]:
-    """Open a disk or not; returns what the script says then, and its status."""
-    if given != disks.locked[name].encode():
-        return "cryptsetup: cryptsetup failed, bad password or options?\n", 1
-    del disks.locked[name]
-    return f"cryptsetup: {name} set up successfully\n", 0
-
-
 def cryptroot_unlock(
     path: Path,
     read: Callable[[], bytes],
@@ -62,34 +52,35 @@ def cryptroot_unlock(
 ) -> int:
     """Run once; returns the exit status."""
     disks = Disks.load(path)
-    if disks.early:
-        say("Try again later\n")
-        return 1
+    for mood, told in (
+        (disks.early, "Try again later\n"),
+        (disks.idle, "Error: Timeout reached while waiting for askpass.\n"),
+    ):
+        if mood:
+            say(told)
+            return 1
     if not disks.locked:
         return 0
-    if disks.idle:
-        say("Error: Timeout reached while waiting for askpass.\n")
-        return 1
     if disks.mute:
         read()
         return 1
     if disks.dies == "before":
         lose_power()
-    name = next(iter(disks.locked))
+    name, passphrase = next(iter(disks.locked.items()))
     say(f"Please unlock disk {name}\n")
     given = read()
     disks.received.append(given.hex())
     disks.save(path)
     time.sleep(disks.slow)
-    if disks.wordless:
-        return 0
-    text, status = try_passphrase(disks, name, given)
-    if disks.gives_up:
-        text, status = "Error: Timeout reached while waiting for PID 321.\n", 1
-    disks.save(path)
+    told, status = "cryptsetup: cryptsetup failed, bad password or options?\n", 1
+    if given == passphrase.encode():
+        del disks.locked[name]
+        disks.save(path)
+        told, status = f"cryptsetup: {name} set up successfully\n", 0
     if disks.dies == "after":
         lose_power()
-    say(text)
+    if not disks.wordless:
+        say(told)
     if disks.lingers:
         time.sleep(0.5)
     return status
@@ -99,21 +90,20 @@ def kill_the_ssh_server() -> None:
     """End every ancestor of this process that is an SSH server, and the process."""
     pid = os.getpid()
     while pid > 1:
-        status = Path(f"/proc/{pid}/status").read_text().splitlines()
-        about = dict(line.split(":\t", 1) for line in status if ":\t" in line)
-        if about["Name"] in SSH_SERVERS:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        _, name, state = re.split(r" \((.*)\) ", stat)
+        if name in ("dropbear", "sshd", "sshd-session"):
             os.kill(pid, signal.SIGKILL)
-        pid = int(about["PPid"])
+        pid = int(state.split()[1])
     sys.exit(1)
 
 
+def say_now(text: str) -> None:
+    """Write the question to standard output, and everything else to standard error."""
+    os.write(1 if text.startswith("Please") else 2, text.encode())
+
+
 if __name__ == "__main__":
-
-    def say_now(text: str) -> None:
-        os.write(1 if text.startswith("Please") else 2, text.encode())
-
-    sys.exit(
-        cryptroot_unlock(
-            Path(sys.argv[1]), sys.stdin.buffer.read, say_now, kill_the_ssh_server
-        )
-    )
+    read_all = sys.stdin.buffer.read
+    state = Path(sys.argv[1])
+    sys.exit(cryptroot_unlock(state, read_all, say_now, kill_the_ssh_server))
