@@ -86,13 +86,13 @@ def cryptroot_unlock(
     return status
 
 
-def kill_the_ssh_server() -> None:
-    """End every ancestor of this process that is an SSH server, and the process."""
+def kill_dropbear() -> None:
+    """End every ancestor of this process that is an SSH server, and this process."""
     pid = os.getpid()
     while pid > 1:
         stat = Path(f"/proc/{pid}/stat").read_text()
         _, name, state = re.split(r" \((.*)\) ", stat)
-        if name in ("dropbear", "sshd", "sshd-session"):
+        if name == "dropbear":
             os.kill(pid, signal.SIGKILL)
         pid = int(state.split()[1])
     sys.exit(1)
@@ -106,4 +106,4 @@ def say_now(text: str) -> None:
 if __name__ == "__main__":
     read_all = sys.stdin.buffer.read
     state = Path(sys.argv[1])
-    sys.exit(cryptroot_unlock(state, read_all, say_now, kill_the_ssh_server))
+    sys.exit(cryptroot_unlock(state, read_all, say_now, kill_dropbear))

@@ -77,16 +77,13 @@ def process(port: int, script: str, *options: str) -> Iterator[None]:
     command = [need("unshare"), "--mount", *options, "sh", "-ec", script]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
 
-        def listens() -> bool:
-            if server.poll() is not None:
-                raise RuntimeError(server.communicate()[1])
-            with contextlib.suppress(ConnectionRefusedError):
-                socket.create_connection(("127.0.0.1", port)).close()
-                return True
-            return False
+        def has_begun() -> bool:
+            is_open = waker.knock("127.0.0.1", port)[0] is waker.Port.OPEN
+            return is_open or server.poll() is not None
 
         try:
-            wait_for(listens)
+            wait_for(has_begun)
+            assert server.poll() is None, server.communicate()[1]
             yield
         finally:
             server.kill()
