@@ -34,10 +34,7 @@ def free_port() -> int:
 
 
 class Initrd:
-    """An initrd, and its folder: the disks, our key, and the command of a real server.
-
-    `authorized` is the line that lets our key in.
-    """
+    """An initrd; its folder has the disks, our key, and a real server's command."""
 
     def __init__(
         self, folder: Path, disks: Disks, host_key: str, port: int = 0

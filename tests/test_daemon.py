@@ -1,6 +1,5 @@
 """The program as its users run it: its commands, its log, its child, its secrets."""
 
-import contextlib
 import json
 import os
 import re
@@ -37,19 +36,6 @@ from ssh_servers import paramiko_server
 import waker
 
 ONE = {"d": PASSPHRASE}
-
-
-def test_every_address_is_listened_on_for_both_families() -> None:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError as error:
-        pytest.skip(f"this machine has no ::1: {error.strerror}")
-    with daemon(MACHINE | {"WAKER_LISTEN": "[::]:0"}) as started:
-        for started.client.host in ("127.0.0.1", "::1"):
-            started.client.log_in()
-        started.stop()
-    came = ["ip=127.0.0.1 PIN accepted", "ip=::1 PIN accepted"]
-    assert started.log[1:] == [*came, "stopping"]
 
 
 def test_a_port_in_use_is_told_with_the_setting() -> None:
@@ -107,43 +93,39 @@ def test_state_and_unlock_read_only_what_they_need() -> None:
 # ---- The log -------------------------------------------------------------------------
 
 
-def test_the_log_has_a_line_for_every_event_that_matters() -> None:
-    with daemon(MACHINE) as started:
-        client = started.client
+def test_the_log_names_who_came_and_never_a_trusted_proxy() -> None:
+    """Or who bans the addresses in it would ban everybody behind the proxy."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"this machine has no ::1: {error.strerror}")
+    settings = {"WAKER_LISTEN": "[::]:0", "WAKER_TRUSTED_PROXY": "::1"}
+    with daemon(MACHINE | settings) as started:
+        client = started.client  # over IPv4
         client.log_in().status()
         client.raw(b"GET /\xe4\x1b[31m HTTP/1.1\r\n\r\n")
         client.raw(b"GET /a%1b'b HTTP/1.1\r\nHost: x\r\n\r\n")
         for _ in range(10):
             client.attempt("wrong!")
+        client.host = "::1"
+        client.raw(b"nonsense\r\n\r\n")
+        client.attempt("wrong!")
+        client.attempt("wrong!", {"X-Forwarded-For": "192.0.2.1"})
         started.stop()
-    first, *events, limited, last = started.log
-    line = rf"waker {re.escape(waker.__version__)} listens on port \d+\n"
-    assert re.fullmatch(line, first)
     line = "The request line must be METHOD TARGET HTTP/1.1"
-    assert events == [
+    limited = started.log.pop(-5)
+    assert started.log[1:] == [
         "ip=127.0.0.1 PIN accepted",
         f"ip=127.0.0.1 refused a request: 400 {line}",
         "ip=127.0.0.1 refused GET /a%1b'b: 404 No such path",
         *["ip=127.0.0.1 refused POST /api/auth: 401 Wrong PIN"] * 9,
-    ]
-    line = "ip=127.0.0.1 refused POST /api/auth: 429 Too many attempts; "
-    assert limited.startswith(line)
-    assert last == "stopping"
-
-
-def test_the_log_never_names_a_trusted_proxy() -> None:
-    """Or who bans the addresses in it would ban everybody behind the proxy."""
-    with daemon(MACHINE | {"WAKER_TRUSTED_PROXY": "127.0.0.1"}) as started:
-        started.client.raw(b"nonsense\r\n\r\n")
-        started.client.attempt("wrong-pin")
-        started.client.attempt("wrong-pin", {"X-Forwarded-For": "192.0.2.1"})
-        started.stop()
-    assert started.log[1:] == [
-        "refused a request: 400 The request line must be METHOD TARGET HTTP/1.1",
+        f"refused a request: 400 {line}",
         "refused POST /api/auth: 401 Wrong PIN",
         "ip=192.0.2.1 refused POST /api/auth: 401 Wrong PIN",
         "stopping",
     ]
+    line = "ip=127.0.0.1 refused POST /api/auth: 429 Too many attempts; "
+    assert limited.startswith(line)
 
 
 # ---- The child that unlocks ----------------------------------------------------------
@@ -163,40 +145,34 @@ def test_sigterm_lets_a_running_unlock_finish(tmp_path: Path) -> None:
                 started.process.terminate()
                 assert waiting.recv(1) == b""  # nothing new is begun
             assert started.process.wait(60) == 0
-    unlocked = {"success": True, "message": "Unlocked: d."}
-    assert answer.result().json == unlocked
+    assert answer.result().json["message"] == "Unlocked: d."
     assert not Path(f"/proc/{child}").exists()
 
 
 @pytest.mark.parametrize(
-    ("disks", "told"),
+    ("disks", "seconds", "told"),
     [
-        (Disks(ONE, mute=True), "{}. The passphrase was not sent."),
-        (Disks(ONE, slow=9), "not confirmed: {}. The passphrase was sent."),
+        (Disks(ONE, mute=True), 6, "{}. The passphrase was not sent."),
+        (Disks(ONE, slow=9), 90, "not confirmed: {}. The passphrase was sent."),
     ],
+    ids=["hangs", "dies"],
 )
 def test_a_child_that_hangs_or_dies_is_not_believed(
-    config: waker.Config, tmp_path: Path, disks: Disks, told: str
+    tmp_path: Path, disks: Disks, seconds: int, told: str
 ) -> None:
     """It stops by itself before its time is over; here it is made unable to."""
-    (tmp_path / "initrd").mkdir()
-    with paramiko_server(tmp_path / "initrd", disks) as initrd:
-        seconds = 90 if disks.slow else 6
-        slow = config._replace(machine=initrd.machine(), unlock_seconds=seconds)
-        with running(slow) as client, ThreadPoolExecutor() as pool:
+    with paramiko_server(tmp_path, disks) as initrd:
+        settings = {"WAKER_PIN": PIN} | MAC | initrd.machine().settings()
+        config = waker.read_config(settings, tmp_path)._replace(unlock_seconds=seconds)
+        with running(config) as client, ThreadPoolExecutor() as pool:
             answer = pool.submit(client.log_in().unlock)
             child = wait_for_child(os.getpid())
             if disks.slow:
                 wait_for(initrd.received)
             os.kill(child, signal.SIGKILL if disks.slow else signal.SIGSTOP)
-            try:
-                wait_for(lambda: not Path(f"/proc/{child}").exists())
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
-    told = told.format("the unlocking process ended with status -9")
+            told = told.format("the unlocking process ended with status -9")
+            assert answer.result().error == f"Failed to unlock: {told}"
     assert answer.result().status == 500
-    assert answer.result().error == f"Failed to unlock: {told}"
 
 
 def test_an_unlock_leaves_nothing_and_shows_no_secret(tmp_path: Path) -> None:
@@ -215,7 +191,7 @@ def test_an_unlock_leaves_nothing_and_shows_no_secret(tmp_path: Path) -> None:
                     proc = Path(f"/proc/{pid}")
                     shown[pid] = (proc / "cmdline").read_text()
                     shown[pid] += (proc / "environ").read_text()
-                    limits = (proc / "limits").read_text()  # of core dumps, too
+                    limits = (proc / "limits").read_text()
                     assert re.search(r"core file size +1 +1 ", limits)  # see main()
             answers = [unlocking.result(), client.unlock(secret + "\n")]
             path = f"/api/unlock?{secret}"
@@ -249,18 +225,16 @@ def test_no_secret_is_in_a_repr(config: waker.Config) -> None:
 # ---- `waker unlock` by hand ----------------------------------------------------------
 
 
-def test_unlock_by_hand_reads_an_env_file_and_utf8_in_any_locale(
-    tmp_path: Path,
-) -> None:
+def test_unlock_by_hand_takes_utf8_in_any_locale(tmp_path: Path) -> None:
     with paramiko_server(tmp_path, Disks(ONE)) as initrd:
         settings = initrd.machine().settings() | {"WAKER_SSH_KEY": ""}
-        file = tmp_path / "waker.env"
+        file = tmp_path / "waker.env"  # the key is beside it
         file.write_text("".join(f"{n}={v}\n" for n, v in settings.items()))
         command = "--env-file", str(file), "unlock"
         locale = {"PYTHONIOENCODING": "ascii"}
         ended = run_waker(*command, settings=locale, given=f"{PASSPHRASE}\n")
         assert initrd.received() == [PASSPHRASE.encode()]
-    assert json.loads(ended.stdout.splitlines()[-1])["outcome"] == "unlocked"
+    assert ended.returncode == 0
 
 
 # Under nohup, ^C would be ignored.
@@ -291,8 +265,6 @@ def test_unlock_by_hand_says_what_it_takes(command: str, key: bytes) -> None:
     ) as child:
         if key:
             assert os.read(ours, 12) == b"Passphrase: "
-            stat = Path(f"/proc/{child.pid}/stat")
-            wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S")
             os.write(ours, key)
         printed, complaints = child.communicate(timeout=60)
     os.close(ours)

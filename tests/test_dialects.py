@@ -129,19 +129,15 @@ def test_systemd_is_answered_and_told_as_what_was_seen(
 
 
 def test_systemd_is_given_nothing_more_when_waker_has_gone(tmp_path: Path) -> None:
+    passphrase, tried = tmp_path / "passphrase", tmp_path / "tried"
+    passphrase.write_text("x")
+    command = sys.executable, PROGRAM, "unlock"
     with systemd(tmp_path, BOTH, until="gone") as machine:
-        with subprocess.Popen(
-            [sys.executable, PROGRAM, "unlock"],
-            env=environment(machine.settings()),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-        ) as child:
-            assert child.stdin
-            child.stdin.write(b"x")
-            child.stdin.close()
-            wait_for((tmp_path / "tried").read_text)
-            child.kill()
+        settings = environment(machine.settings())
+        with passphrase.open() as given:
+            with subprocess.Popen(command, env=settings, stdin=given) as child:
+                wait_for(tried.read_text)
+                child.kill()
         (tmp_path / "gone").touch()
         unlock(machine, "wrong")  # for which the other disk has to ask
-        tried = (tmp_path / "tried").read_text().splitlines()
-        assert tried == ["root x", "home wrong"]
+        assert tried.read_text().splitlines() == ["root x", "home wrong"]

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import os
 import re
+import shutil
 import socket
 import subprocess
 import threading
@@ -29,9 +31,7 @@ RIGHT = PASSPHRASE.encode()
 ONE = {"d": PASSPHRASE}
 THREE = {"root": ODD, "home": " ", "data": " "}
 WRONG = "wrong_passphrase: Wrong passphrase for disk "
-NO_ANSWER = (
-    "not_confirmed: not confirmed: no answer came after the passphrase was sent; "
-)
+NO_ANSWER = "not_confirmed: not confirmed: no answer came after the passphrase was sent"
 LOST = "the connection was lost after the passphrase was sent; "
 GONE = f"not_confirmed: not confirmed: {LOST}the machine may be booting"
 SEEN_UP = f"unlocked: {LOST}then the system's SSH answered."
@@ -74,23 +74,26 @@ def test_each_disk_that_asks_is_answered_once(tmp_path: Path, server: str) -> No
 
 
 @pytest.mark.parametrize("server", ["dropbear", "openssh"])
-def test_who_is_not_pinned_or_not_ready_gets_nothing(
+def test_what_is_not_right_is_told_and_nothing_sent(
     tmp_path: Path, server: str
 ) -> None:
-    OTHER_KEY.write_private_key_file(str(tmp_path / "other"))
+    other, damaged = tmp_path / "other", tmp_path / "damaged"
+    OTHER_KEY.write_private_key_file(str(other))
+    os.truncate(shutil.copy(other, damaged), 150)
     with SERVERS[server](tmp_path, Disks(ONE)) as initrd:
         machine = initrd.machine()
         prints = [waker.fingerprint(key.blob) for key in (OTHER, *machine.host_keys)]
-        for host_keys, told in (
-            ((OTHER,), "host_key_differs: .* pinned {}, seen {}".format(*prints)),
+        for change, told in (
+            ({"host_keys": (OTHER,)}, "the host key differs: pinned {}, seen {}"),
             # Dropbear offers RSA even without such a key, and dies if that is chosen.
-            ((RSA,), r"not_asked: .*\(pinned: ssh-rsa\)|host_key_differs: "),
-            ((), "error: no host key is pinned; run waker check while the initrd wait"),
+            ({"host_keys": (RSA,)}, "pinned: ssh-rsa|the host key differs"),
+            ({"host_keys": ()}, "no host key is pinned; run waker check"),
+            ({"initrd_port": free_port()}, "Connection refused"),
+            ({"key": other}, "^key_refused: the initrd refused our key {}"),
+            ({"key": damaged}, "must be an Ed25519, ECDSA or RSA private key"),
         ):
-            message = unlock(machine._replace(host_keys=host_keys))
-            assert re.match(told.replace("+", r"\+"), message)
-        refused = f"key_refused: the initrd refused our key {prints[0]}"
-        assert unlock(machine._replace(key=tmp_path / "other")).startswith(refused)
+            pattern = told.format(*prints).replace("+", r"\+")
+            assert re.search(pattern, unlock(machine._replace(**change)))
         initrd.command.unlink()
         assert "there is no unlock command" in unlock(machine)
         assert initrd.received() == []
@@ -99,7 +102,7 @@ def test_who_is_not_pinned_or_not_ready_gets_nothing(
 @pytest.mark.parametrize(
     ("disks", "told", "received"),
     [
-        (Disks(ONE, wordless=True), f"{NO_ANSWER}the initrd still waits", [RIGHT]),
+        (Disks(ONE, wordless=True), f"{NO_ANSWER}; the initrd still waits", [RIGHT]),
         (Disks(ONE, dies="after"), GONE, [RIGHT]),
         (Disks(ONE, dies="before"), "not_asked: the connection was lost before", []),
         (Disks(ONE, idle=True), "not_asked: no disk asks for a passphrase", []),
@@ -247,10 +250,6 @@ def test_a_server_that_goes_wrong_gets_nothing(
     assert message.endswith(NOT_SENT)
 
 
-def test_a_port_that_refuses_is_told_from_silence(tmp_path: Path) -> None:
-    assert "Connection refused" in unlock(machine_at(tmp_path, free_port()))
-
-
 def test_tinyssh_is_told_as_what_it_is(tmp_path: Path) -> None:
     keys, program = tmp_path / "tinyssh", need("tinysshd")
     subprocess.run([need("tinysshd-makekey"), keys], check=True)
@@ -286,13 +285,3 @@ def test_nothing_weak_is_offered(tmp_path: Path) -> None:
     for names in options.kex, options.key_types, options.ciphers, options.digests:
         assert names
         assert not re.search(r"sha1|md5|cbc|dss|\bssh-rsa", " ".join(names))
-
-
-def test_a_key_of_ours_that_is_damaged_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "key"
-    new_key().write_private_key_file(str(path))
-    whole = path.read_text().splitlines()
-    for damaged in (whole[:-1], whole[:2], [*whole[:1], whole[-1]]):
-        path.write_text("\n".join(damaged) + "\n")
-        with pytest.raises(waker.NotSent, match="must be an Ed25519, ECDSA or RSA pri"):
-            waker.load_key(path)
