@@ -11,8 +11,6 @@ But: it is not the script itself, and has no disk. That test is another one.
 
 import json
 import os
-import re
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -31,7 +29,7 @@ class Disks:
     lingers: bool = False  # the command takes its time to end
     slow: float = 0  # seconds that a key derivation takes
     wordless: bool = False  # the command says nothing of the answer
-    dies: str = ""  # power is lost `before` it asks, or `after` it was answered
+    dies: str = ""  # power is lost `before` it asks, or `after`; at the homelab only
     received: list[str] = field(default_factory=list)  # every answer, in hex
 
     @classmethod
@@ -52,13 +50,10 @@ def cryptroot_unlock(
 ) -> int:
     """Run once; returns the exit status."""
     disks = Disks.load(path)
-    for mood, told in (
-        (disks.early, "Try again later\n"),
-        (disks.idle, "Error: Timeout reached while waiting for askpass.\n"),
-    ):
-        if mood:
-            say(told)
-            return 1
+    if disks.early or disks.idle:
+        idle = "Error: Timeout reached while waiting for askpass.\n"
+        say(idle if disks.idle else "Try again later\n")
+        return 1
     if not disks.locked:
         return 0
     if disks.mute:
@@ -86,24 +81,11 @@ def cryptroot_unlock(
     return status
 
 
-def kill_dropbear() -> None:
-    """End every ancestor of this process that is an SSH server, and this process."""
-    pid = os.getpid()
-    while pid > 1:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        _, name, state = re.split(r" \((.*)\) ", stat)
-        if name == "dropbear":
-            os.kill(pid, signal.SIGKILL)
-        pid = int(state.split()[1])
-    sys.exit(1)
-
-
 def say_now(text: str) -> None:
     """Write the question to standard output, and everything else to standard error."""
     os.write(1 if text.startswith("Please") else 2, text.encode())
 
 
 if __name__ == "__main__":
-    read_all = sys.stdin.buffer.read
-    state = Path(sys.argv[1])
-    sys.exit(cryptroot_unlock(state, read_all, say_now, kill_dropbear))
+    read = sys.stdin.buffer.read
+    sys.exit(cryptroot_unlock(Path(sys.argv[1]), read, say_now, sys.exit))

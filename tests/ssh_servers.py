@@ -10,7 +10,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import cryptroot_unlock
@@ -36,10 +36,8 @@ def free_port() -> int:
 class Initrd:
     """An initrd; its folder has the disks, our key, and a real server's command."""
 
-    def __init__(
-        self, folder: Path, disks: Disks, host_key: str, port: int = 0
-    ) -> None:
-        self.host_key, self.port = host_key, port or free_port()
+    def __init__(self, folder: Path, disks: Disks, host_key: str) -> None:
+        self.host_key, self.port = host_key, free_port()
         self.state, self.ssh_key = folder / "disks.json", folder / "ssh_key"
         disks.save(self.state)
         key = new_key()
@@ -73,13 +71,9 @@ def process(port: int, script: str, *options: str) -> Iterator[None]:
     need_root()
     command = [need("unshare"), "--mount", *options, "sh", "-ec", script]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-
-        def has_begun() -> bool:
-            is_open = waker.knock("127.0.0.1", port)[0] is waker.Port.OPEN
-            return is_open or server.poll() is not None
-
         try:
-            wait_for(has_begun)
+            is_open = waker.Port.OPEN, ""
+            wait_for(lambda: waker.knock("127.0.0.1", port) == is_open or server.poll())
             assert server.poll() is None, server.communicate()[1]
             yield
         finally:
@@ -137,8 +131,4 @@ def openssh(folder: Path, disks: Disks) -> Iterator[Initrd]:
         yield initrd
 
 
-SERVERS: dict[str, Callable[..., contextlib.AbstractContextManager[Initrd]]] = {
-    "homelab": paramiko_server,
-    "dropbear": dropbear,
-    "openssh": openssh,
-}
+SERVERS = {"homelab": paramiko_server, "dropbear": dropbear, "openssh": openssh}

@@ -14,10 +14,8 @@ from pathlib import Path
 
 import pytest
 from conftest import (
-    CHECKOUT,
     MAC,
     MACHINE,
-    MODULE,
     PASSPHRASE,
     PIN,
     PROGRAM,
@@ -68,7 +66,7 @@ def test_version_and_help_need_no_configuration() -> None:
 def test_without_paramiko_it_wakes_and_watches(lab: Homelab, tmp_path: Path) -> None:
     venv.create(tmp_path / "bare", symlinks=True)
     python = str(tmp_path / "bare" / "bin" / "python")
-    with daemon(lab.settings(), program=(python, *MODULE[1:])) as started:
+    with daemon(lab.settings(), program=(python, PROGRAM)) as started:
         client = started.client.log_in()
         assert client.status()["state"] == "off"
         assert client.call("POST", "/api/wol").status == 200
@@ -85,9 +83,8 @@ def test_state_and_unlock_read_only_what_they_need() -> None:
     assert (ended.returncode, json.loads(ended.stdout)["state"]) == (0, "booting")
     ended = run_waker("unlock", settings={"WAKER_INITRD_SSH_PORT": "x"}, given="p")
     assert (ended.returncode, ended.stdout) == (78, "")
-    first, second = ended.stderr.splitlines()
-    assert first.startswith("WAKER_HOMELAB_HOST is not set; it must be")
-    assert second.startswith("WAKER_INITRD_SSH_PORT must be")
+    names = [line.split()[0] for line in ended.stderr.splitlines()]
+    assert names == ["WAKER_HOMELAB_HOST", "WAKER_INITRD_SSH_PORT"]
 
 
 # ---- The log -------------------------------------------------------------------------
@@ -112,8 +109,8 @@ def test_the_log_names_who_came_and_never_a_trusted_proxy() -> None:
         client.attempt("wrong!")
         client.attempt("wrong!", {"X-Forwarded-For": "192.0.2.1"})
         started.stop()
+    assert "refused POST /api/auth: 429 Too many attempts; " in started.log.pop(-5)
     line = "The request line must be METHOD TARGET HTTP/1.1"
-    limited = started.log.pop(-5)
     assert started.log[1:] == [
         "ip=127.0.0.1 PIN accepted",
         f"ip=127.0.0.1 refused a request: 400 {line}",
@@ -124,8 +121,6 @@ def test_the_log_names_who_came_and_never_a_trusted_proxy() -> None:
         "ip=192.0.2.1 refused POST /api/auth: 401 Wrong PIN",
         "stopping",
     ]
-    line = "ip=127.0.0.1 refused POST /api/auth: 429 Too many attempts; "
-    assert limited.startswith(line)
 
 
 # ---- The child that unlocks ----------------------------------------------------------
@@ -255,8 +250,7 @@ PROMPT = 'exec setsid --ctty env --default-signal=INT "$@"'
 def test_unlock_by_hand_says_what_it_takes(command: str, key: bytes) -> None:
     ours, its = os.openpty()
     with subprocess.Popen(
-        ["sh", "-c", command, "sh", *MODULE, "unlock"],
-        cwd=CHECKOUT,
+        ["sh", "-c", command, "sh", sys.executable, PROGRAM, "unlock"],
         env=environment(MACHINE),
         stdin=its,
         stdout=subprocess.PIPE,

@@ -103,32 +103,27 @@ def test_what_is_not_right_is_told_and_nothing_sent(
     ("disks", "told", "received"),
     [
         (Disks(ONE, wordless=True), f"{NO_ANSWER}; the initrd still waits", [RIGHT]),
-        (Disks(ONE, dies="after"), GONE, [RIGHT]),
         (Disks(ONE, dies="before"), "not_asked: the connection was lost before", []),
         (Disks(ONE, idle=True), "not_asked: no disk asks for a passphrase", []),
         (Disks(ONE, early=True), "not_asked: the initrd is not ready yet", []),
         (Disks(ONE, mute=True), "not_asked: logged in, but no disk asked", []),
     ],
-    ids=["wordless", "dies after", "dies before", "idle", "early", "mute"],
+    ids=["wordless", "dies before", "idle", "early", "mute"],
 )
 def test_an_unlock_without_a_verdict_is_told_as_what_was_seen(
     tmp_path: Path, disks: Disks, told: str, received: list[bytes]
 ) -> None:
-    with dropbear(tmp_path, disks) as initrd:
+    with paramiko_server(tmp_path, disks) as initrd:
         machine = initrd.machine()._replace(system_port=free_port())
         assert unlock(machine, seconds=SHORT).startswith(told)
         assert initrd.received() == received
 
 
-@pytest.mark.parametrize(
-    ("before", "told"),
-    [("shared", SEEN_UP), ("closed", SEEN_UP), ("silent", GONE), ("open", GONE)],
-    ids=["shared", "closed", "silent", "open"],
-)
+@pytest.mark.parametrize("before", ["shared", "closed", "silent", "open"])
 def test_a_system_that_comes_up_is_a_proof_if_its_port_was_closed(
-    tmp_path: Path, before: str, told: str
+    tmp_path: Path, before: str
 ) -> None:
-    port = free_port()
+    port, told = free_port(), SEEN_UP if before in ("shared", "closed") else GONE
     hole = Blackhole("127.0.0.1", port) if before == "silent" else None
     disks = Disks(ONE, dies="after")
     with paramiko_server(tmp_path, disks) as initrd, ThreadPoolExecutor() as pool:
@@ -189,7 +184,8 @@ def machine_at(
     folder: Path, port: int, host_key: paramiko.PKey = HOST_KEY
 ) -> waker.Machine:
     """Tell of a machine where any server may listen, with that host key pinned."""
-    return Initrd(folder, Disks({}), public_line(host_key), port).machine()
+    initrd = Initrd(folder, Disks({}), public_line(host_key))
+    return initrd.machine()._replace(initrd_port=port, system_port=port)
 
 
 def says(data: bytes) -> Speak:
@@ -269,8 +265,7 @@ def test_an_impostor_hears_nothing_at_all(tmp_path: Path) -> None:
     server = Moody()
     with peer(lambda tcp: server.serve(tcp, new_key(), pinned)) as port:
         message = unlock(machine_at(tmp_path, port, OTHER_KEY))
-        assert message.startswith("host_key_differs: ")
-        assert server.heard == []
+        assert (message.split(":")[0], server.heard) == ("host_key_differs", [])
         message = unlock(machine_at(tmp_path, port, pinned))
     assert "the server refuses to run the unlock command" in message
     assert server.heard == ["root"]
