@@ -20,15 +20,11 @@ from homelab import DROPBEAR, SshServer, bind, new_key, public_line
 
 import waker
 
-RESERVED: list[socket.socket] = []  # each is bound, and never listens
+RESERVED: list[socket.socket] = []  # bound to the end: nobody else gets them
 
 
 def free_port() -> int:
-    """Reserve a port that refuses connections until somebody listens on it.
-
-    It stays bound as long as the tests run, so nobody else gets it by chance; a server
-    that sets SO_REUSEADDR can listen on it.
-    """
+    """Reserve a port that refuses connections until a server of ours listens on it."""
     RESERVED.append(bind("127.0.0.1", 0))
     return int(RESERVED[-1].getsockname()[1])
 
@@ -48,7 +44,7 @@ class Initrd:
         self.command.write_text(f"#!/bin/sh\nexec {shlex.join(program)}\n")
         self.command.chmod(0o755)
         right = '[ "$SSH_ORIGINAL_COMMAND" = cryptroot-unlock ]'
-        self.forced = f"{right} && exec {shlex.quote(str(self.command))}"
+        self.forced = f"{right} && exec {self.command}"
 
     def machine(self) -> waker.Machine:
         return waker.Machine(

@@ -6,7 +6,6 @@ shells. The scripts in `initrds` do what is left: disks that open and that do no
 
 import contextlib
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,13 +39,9 @@ PIN = "systemd-ask-password --no-tty --timeout=0 --id=tpm2-pin PIN: >>FOLDER/tri
 
 @contextlib.contextmanager
 def systemd(
-    folder: Path,
-    keys: dict[str, str],
-    before: str = "",
-    until: str = ".",
-    ssh: str = "",
+    folder: Path, keys: dict[str, str], setup: str = "", until: str = ".", ssh: str = ""
 ) -> Iterator[waker.Machine]:
-    """Run OpenSSH in an initrd of systemd's kind, and `before` ahead of its disks.
+    """Run OpenSSH in an initrd of systemd's kind, and `setup` ahead of its disks.
 
     Its first disk asks at once, and the others when there is a file named `until`.
     What its disks were given is in a file named `tried`.
@@ -56,22 +51,21 @@ def systemd(
     for disk, passphrase in keys.items():
         (folder / "keys" / disk).write_text(passphrase)
     (folder / "tried").touch()
-    place = shlex.quote(str(folder))
     systemctl = folder / "systemctl"
     text = (SCRIPTS / "systemctl.sh").read_text()
-    systemctl.write_text(text.replace("FOLDER", place))
+    systemctl.write_text(text.replace("FOLDER", str(folder)))
     systemctl.chmod(0o755)
     initrd, sshd = prepare_sshd(folder, Disks({}))
     lines = [
-        f"mount -t tmpfs none {place}/etc; mkdir {place}/etc/upper {place}/etc/work",
-        f"mount -t overlay none /etc -o lowerdir=/etc,upperdir={place}/etc/upper"
-        f",workdir={place}/etc/work",
+        f"mount -t tmpfs none {folder}/etc; mkdir {folder}/etc/upper {folder}/etc/work",
+        f"mount -t overlay none /etc -o lowerdir=/etc,upperdir={folder}/etc/upper"
+        f",workdir={folder}/etc/work",
         f"touch /etc/initrd-release; mount --bind {systemctl} {need('systemctl')}",
         f"{sshd} {ssh} & mkdir -p /run/systemd/ask-password",
-        before.replace("FOLDER", place),
+        setup.replace("FOLDER", str(folder)),
         *(
-            f"(until [ -e {place}/{until if number else '.'} ]; do sleep 0.1; done;"
-            f" sh {SCRIPTS}/cryptsetup.sh {place} {disk}) &"
+            f"(until [ -e {folder}/{until if number else '.'} ]; do sleep 0.1; done;"
+            f" sh {SCRIPTS}/cryptsetup.sh {folder} {disk}) &"
             for number, disk in enumerate(keys)
         ),
         "wait",
@@ -97,13 +91,13 @@ def systemd(
             [f"{disk} {given}" for disk in ("home", "root") for given in "12x"],
         ),
         ({}, {}, {"x": OPEN}, []),
-        (ROOT, {"before": "rm /etc/initrd-release"}, {"x": UP}, []),
+        (ROOT, {"setup": "rm /etc/initrd-release"}, {"x": UP}, []),
         (ROOT, {"ssh": "-o SetEnv=PATH=/nonexistent"}, {"x": MISSING}, []),
-        (ROOT, {"before": "sleep 2"}, {"x": f"{UNLOCKED}root."}, ["root x"]),
-        (ROOT, {"before": PIN}, {"x": FOREIGN}, []),
+        (ROOT, {"setup": "sleep 2"}, {"x": f"{UNLOCKED}root."}, ["root x"]),
+        (ROOT, {"setup": PIN}, {"x": FOREIGN}, []),
         # An initrd that makes way for the system, and a silent one, confirm nothing.
-        (ROOT, {"before": "touch FOLDER/over"}, {"x": UNCONFIRMED}, ["root x"]),
-        (ROOT, {"before": "touch FOLDER/silent"}, {"x": UNCONFIRMED}, ["root x"]),
+        (ROOT, {"setup": "touch FOLDER/over"}, {"x": UNCONFIRMED}, ["root x"]),
+        (ROOT, {"setup": "touch FOLDER/silent"}, {"x": UNCONFIRMED}, ["root x"]),
     ],
     ids=[
         *("odd", "later", "another", "gives up", "open"),

@@ -41,12 +41,10 @@ NOT_SENT = " The passphrase was not sent."
 SHORT = 12
 
 
-def unlock(
-    machine: waker.Machine, passphrase: str = PASSPHRASE, seconds: int = 60
-) -> str:
+def unlock(machine: waker.Machine, given: str = PASSPHRASE, seconds: int = 60) -> str:
     """Run `waker.py unlock` as the daemon does; returns the outcome and the message."""
     limit = f"--seconds={seconds}"
-    child = run_waker("unlock", limit, settings=machine.settings(), given=passphrase)
+    child = run_waker("unlock", limit, settings=machine.settings(), given=given)
     assert child.stderr == ""
     *sent, last = map(json.loads, child.stdout.splitlines())
     result = waker.Result(**last)
@@ -105,10 +103,9 @@ def test_what_is_not_right_is_told_and_nothing_sent(
         (Disks(ONE, wordless=True), f"{NO_ANSWER}; the initrd still waits", [RIGHT]),
         (Disks(ONE, dies="before"), "not_asked: the connection was lost before", []),
         (Disks(ONE, idle=True), "not_asked: no disk asks for a passphrase", []),
-        (Disks(ONE, early=True), "not_asked: the initrd is not ready yet", []),
         (Disks(ONE, mute=True), "not_asked: logged in, but no disk asked", []),
     ],
-    ids=["wordless", "dies before", "idle", "early", "mute"],
+    ids=["wordless", "dies before", "idle", "mute"],
 )
 def test_an_unlock_without_a_verdict_is_told_as_what_was_seen(
     tmp_path: Path, disks: Disks, told: str, received: list[bytes]
@@ -123,13 +120,12 @@ def test_an_unlock_without_a_verdict_is_told_as_what_was_seen(
 def test_a_system_that_comes_up_is_a_proof_if_its_port_was_closed(
     tmp_path: Path, before: str
 ) -> None:
-    port, told = free_port(), SEEN_UP if before in ("shared", "closed") else GONE
-    hole = Blackhole("127.0.0.1", port) if before == "silent" else None
+    told = SEEN_UP if before in ("shared", "closed") else GONE
     disks = Disks(ONE, dies="after")
     with paramiko_server(tmp_path, disks) as initrd, ThreadPoolExecutor() as pool:
-        machine = initrd.machine()
-        if before != "shared":
-            machine = machine._replace(system_port=port)
+        port = initrd.port if before == "shared" else free_port()
+        machine = initrd.machine()._replace(system_port=port)
+        hole = Blackhole("127.0.0.1", port) if before == "silent" else None
 
         def boot() -> SshServer:
             if before != "open":
@@ -137,7 +133,7 @@ def test_a_system_that_comes_up_is_a_proof_if_its_port_was_closed(
                 wait_for(lambda: waker.look(machine).initrd is waker.Port.CLOSED)
             if hole:
                 hole.close()
-            return SshServer(bind("127.0.0.1", machine.system_port), HOST_KEY, OPENSSH)
+            return SshServer(bind("127.0.0.1", port), HOST_KEY, OPENSSH)
 
         booting = pool.submit(boot)
         if before == "open":
