@@ -143,6 +143,7 @@ def test_a_system_that_comes_up_is_a_proof_if_its_port_was_closed(
             assert waker.look(machine).system is waker.Port.OPEN
 
 
+@pytest.mark.timeout(40)  # seconds; who waits for it takes 55
 def test_a_command_without_an_end_is_not_waited_for(tmp_path: Path) -> None:
     words = "echo Please unlock disk d; cat; echo cryptsetup: d set up successfully"
     endless = "while sleep 0.1; do echo x; done"
