@@ -13,7 +13,7 @@ from conftest import CHECKOUT, MACHINE, MODULE, PIN, environment, run_waker
 from cryptroot_unlock import Disks
 from homelab import DROPBEAR, OPENSSH, Homelab, SshServer, bind, new_key, public_line
 from namespaces import Namespace, home, udp_packets
-from ssh_servers import free_port, prepare
+from ssh_servers import Initrd, free_port
 
 import waker
 
@@ -138,10 +138,10 @@ def test_each_thing_is_told_as_it_is_seen(
     tmp_path: Path, ident: str, settings: dict[str, str], thing: str, told: str
 ) -> None:
     """Where an SSH server listens as the initrd's; another server's port is open."""
-    _, ssh_key, authorized = prepare(tmp_path, Disks({}))
     host_key, listener = new_key(), bind("127.0.0.1", 0)
+    initrd = Initrd(tmp_path, Disks({}), public_line(host_key))
     with (
-        contextlib.closing(SshServer(listener, host_key, ident, authorized)),
+        contextlib.closing(SshServer(listener, host_key, ident, initrd.authorized)),
         socket.create_server(("127.0.0.1", 0)) as other,
     ):
         words = {
@@ -149,14 +149,14 @@ def test_each_thing_is_told_as_it_is_seen(
             "port": listener.getsockname()[1],
             "open": other.getsockname()[1],
             "closed": BASE["WAKER_SYSTEM_SSH_PORT"],
-            "line": public_line(host_key),
+            "line": initrd.host_key,
             "seen": waker.fingerprint(host_key.asbytes()),
-            "our_line": authorized,
-            "ours": waker.fingerprint(waker.HostKey.parse(authorized).blob),
+            "our_line": initrd.authorized,
+            "ours": waker.fingerprint(waker.HostKey.parse(initrd.authorized).blob),
         }
         usual = {
             "WAKER_INITRD_SSH_PORT": "{port}",
-            "WAKER_SSH_KEY": str(ssh_key),
+            "WAKER_SSH_KEY": str(initrd.ssh_key),
             "WAKER_SSH_HOST_KEY": "{line}",
         }
         values = (BASE | usual | settings).items()

@@ -258,6 +258,8 @@ def test_unlock_by_hand_says_what_it_takes(command: str, key: bytes) -> None:
     ) as child:
         if key:
             assert os.read(ours, 12) == b"Passphrase: "
+            stat = Path(f"/proc/{child.pid}/stat")
+            wait_for(lambda: ") S " in stat.read_text())  # it reads; before, ^C is lost
             os.write(ours, key)
         printed, complaints = child.communicate(timeout=60)
     os.close(ours)
