@@ -3,10 +3,8 @@
 import base64
 import datetime as dt
 import email.utils
-import os
 import re
 import select
-import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from conftest import PASSPHRASE, PIN, PROGRAM, Client, running, wait_for, wait_for_child
+from conftest import PASSPHRASE, PIN, PROGRAM, Client, running, wait_for
 from homelab import Homelab
 
 import waker
@@ -30,92 +28,74 @@ PROTECTED = [
 
 
 @pytest.mark.parametrize(
-    "path", ["/x", "/api", "/api/auth/", "//api/auth", "/API/auth"]
-)
-@pytest.mark.parametrize("method", ["GET", "BREW"])
-def test_another_path_is_not_found(api: Client, method: str, path: str) -> None:
-    answer = api.call(method, path, {"pin": PIN})
-    assert (answer.status, answer.error) == (404, "No such path")
-
-
-@pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
+        ("GET", "/api/auth/", ""),
+        ("POST", "//api/auth", ""),
+        ("BREW", "/API/auth", ""),
         ("POST", "/", "GET, HEAD"),
-        ("HEAD", "/api/auth", "POST"),
+        ("PUT", "/api/auth", "POST"),
         ("POST", "/api/status", "GET, HEAD"),
-        ("PUT", "/api/unlock", "POST"),
-        ("GET", "/api/start", "DELETE, POST"),
-        ("BREW", "/api/wol", "POST"),
+        ("BREW", "/api/start", "DELETE, POST"),
     ],
 )
-def test_another_method_is_told_which_ones_there_are(
+def test_another_path_or_method_is_refused(
     api: Client, method: str, path: str, allowed: str
 ) -> None:
-    answer = api.call(method, path)
-    assert (answer.status, answer.headers["Allow"]) == (405, allowed)
-    assert method == "HEAD" or answer.error == f"Allowed here: {allowed}"
+    answer = api.call(method, path, {"pin": PIN})
+    assert answer.status == (405 if allowed else 404)
+    assert answer.headers.get("Allow", "") == allowed
+    assert answer.error == (f"Allowed here: {allowed}" if allowed else "No such path")
 
 
 # ---- The PIN and the tokens ----------------------------------------------------------
 
 
-def test_the_pin_is_exchanged_for_a_token(api: Client) -> None:
-    answer = api.attempt(PIN)
-    assert (answer.status, answer.headers["Content-Type"]) == (200, "application/json")
-    assert answer.json.keys() == {"token", "expires_in"}
-    assert answer.json["expires_in"] == 900
-    api.token = answer.json["token"]
-    assert len(api.token) >= 43  # 32 random bytes
-    assert api.token != api.attempt(PIN).json["token"]
-    api.status()
-
-
-def test_a_wrong_pin_is_refused(api: Client) -> None:
+def test_the_pin_is_exchanged_for_a_token_and_a_wrong_one_is_refused(
+    api: Client,
+) -> None:
     for pin in (PIN + "x", PIN[:-1], PIN.upper(), " " + PIN, "ü"):
         answer = api.attempt(pin)
         assert (answer.status, answer.error) == (401, "Wrong PIN")
         assert answer.headers["WWW-Authenticate"] == "Bearer"
+    answer = api.attempt(PIN)
+    assert (answer.status, answer.headers["Content-Type"]) == (200, "application/json")
+    assert answer.json.keys() == {"token", "expires_in"}
+    assert answer.json["expires_in"] == 900
+    assert len(answer.json["token"]) >= 43  # 32 random bytes
+    assert answer.json["token"] != api.attempt(PIN).json["token"]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        *(
-            b"",
-            b"nonsense",
-            b"[]",
-            b'"pin"',
-            b"{}",
-            b'{"pin": null}',
-            b'{"pin": 12345678}',
-        ),
-        *(
-            b'{"pin": ["12345678"]}',
-            b'{"pin": ""}',
-            b'{"x": "x"}',
-            b'{"pin": "\\ud800"}',
-        ),
-        *(b'{"pin": "\xff"}', b'{"pin": "x", "pin": "x"}', b'{"pin": "x", "n": NaN}'),
-        *(b'{"pin": "x"} x', b'{"pin": "x", "n": ' + b"[" * 8000 + b"}"),
-        *(b'\xef\xbb\xbf{"pin": "x"}', '{"pin": "x"}'.encode("utf-16")),
-    ],
-)
-def test_a_malformed_body_is_a_bad_request(api: Client, body: bytes) -> None:
-    answer = api.call("POST", "/api/auth", body)
-    assert answer.status == 400
-    assert "pin" in answer.error
+def test_what_has_no_pin_is_a_bad_request_and_no_attempt(api: Client) -> None:
+    """Or another page could spend the attempts: without a preflight it sends no JSON.
 
-
-def test_the_content_type_is_json_with_or_without_parameters(api: Client) -> None:
-    for kind, status in (
-        ("Application/JSON ; charset=utf-8", 200),
-        *(("text/plain", 415), ("", 415), ("application/jsonx", 415)),
+    So the PIN is not looked at before the type of the body is.
+    """
+    for body in (
+        b"",
+        b"nonsense",
+        b'["x"]',
+        b'{"x": "x"}',
+        b'{"pin": 12345678}',
+        b'{"pin": ""}',
+        b'{"pin": "\xff"}',
+        b'{"pin": "\\ud800"}',
+        b'{"pin": "\\x"}',
+        b'{"pin": "x", "pin": "x"}',
+        b'{"pin": "x"} x',
+        b'{"pin": ' + b"[" * 16000 + b"}",
+        b'\xef\xbb\xbf{"pin": "x"}',
+        '{"pin": "x"}\u3000'.encode(),
     ):
+        answer = api.call("POST", "/api/auth", body)
+        assert (answer.status, body) == (400, body)
+        assert answer.error == 'The body must be {"pin": "<some text>"}'
+    for kind in ("text/plain", "", "application/jsonx"):
         answer = api.attempt(PIN, {"Content-Type": kind})
-        assert answer.status == status
-        if status != 200:
-            assert answer.error == "Content-Type must be application/json"
+        assert answer.status == 415
+        assert answer.error == "Content-Type must be application/json"
+    for kind in ("application/json", "Application/JSON ; charset=utf-8"):
+        assert api.attempt(PIN, {"Content-Type": kind}).status == 200
 
 
 def test_the_eleventh_attempt_in_a_minute_is_limited(owner: Client) -> None:
@@ -141,25 +121,18 @@ def refused(gate: waker.Gate, client: str, now: float) -> str:
 def test_attempts_are_counted_for_a_minute() -> None:
     gate = waker.Gate()
     assert not any(refused(gate, "192.0.2.1", second) for second in range(10))
-    times = 10, 59.5, 60, 60.5, 61  # at 60, the first one is a minute old
-    assert [refused(gate, "192.0.2.1", now) for now in times] == [
-        "50",
-        "1",
-        "",
-        "1",
-        "",
-    ]
+    # At 60 s, the first attempt is a minute old.
+    for now, wait in ((10, "50"), (59.5, "1"), (60, ""), (60.5, "1"), (61, "")):
+        assert refused(gate, "192.0.2.1", now) == wait
 
 
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [
-        ("192.0.2.1", "192.0.2.1", True),
         ("192.0.2.1", "192.0.2.2", False),
         ("2001:db8:0:1::1", "2001:db8:0:ff:ffff::1", True),
         ("2001:db8:0:1::1", "2001:db8:0:100::1", False),
         ("fe80::1%eth0.100", "fe80::2%eth0.100", True),
-        (waker.plain_address("::ffff:192.0.2.1"), "192.0.2.1", True),
     ],
 )
 def test_an_ipv6_address_counts_by_its_56(one: str, other: str, same: bool) -> None:
@@ -178,15 +151,6 @@ def test_strangers_lock_nobody_out_and_fill_no_memory() -> None:
         assert bool(refused(gate, "192.0.2.1", 1)) == known
 
 
-def test_another_page_cannot_spend_the_attempts(api: Client) -> None:
-    """Without a preflight a page can send no JSON; what has no PIN is no guess."""
-    for kind, body in (("text/plain", b'{"pin": "x"}'), ("application/json", b"x")):
-        for _ in range(11):
-            answer = api.call("POST", "/api/auth", body, {"Content-Type": kind})
-            assert answer.status in {400, 415}
-    assert api.attempt(PIN).status == 200
-
-
 def test_an_attempt_counts_when_it_is_complete_not_when_it_began() -> None:
     """Else many could be begun, grow old together, and be completed at once."""
     ours, its = socket.socketpair()
@@ -203,8 +167,6 @@ def test_a_token_lives_fifteen_minutes_and_the_oldest_of_64_goes_first() -> None
     gate = waker.Gate()
     token, *others = (gate.issue(1000) for _ in range(64))
     assert [gate.valid(token, now) for now in (1000, 1899.9, 1900)] == [1, 1, 0]
-    for wrong in ("", token[:-1], token + "x", token.swapcase(), "é"):
-        assert not gate.valid(wrong, 1001)
     others.append(gate.issue(1001))
     assert not gate.valid(token, 1001)
     assert all(gate.valid(other, 1001) for other in others)
@@ -215,27 +177,15 @@ def test_without_a_token_nothing_is_done(
     owner: Client, lab: Homelab, row: tuple[str, str]
 ) -> None:
     token, owner.token = owner.token, ""
-    for text in (
-        "",
-        "Bearer",
-        "Bearer x",
-        "Basic {}",
-        "{}",
-        "Bearer {}x",
-        "Bearer \xe4",
-    ):
+    body = {"passphrase": PASSPHRASE}
+    for text in ("", "Bearer", "Basic {}", "{}", "Bearer {}x", "Bearer \xe4"):
         fields = {"Authorization": text.format(token)} if text else {}
-        answer = owner.call(*row, {"passphrase": PASSPHRASE}, fields)
+        answer = owner.call(*row, body, fields)
         assert (answer.status, answer.error) == (401, "Invalid or expired token")
         assert answer.headers["WWW-Authenticate"] == "Bearer"
-    owner.token = token
-    owner.expire_tokens()
-    assert owner.call(*row).error == "Invalid or expired token"
     assert lab.packets == []
-    owner.log_in()
-    for scheme in ("bearer", "BEARER"):
-        fields = {"Authorization": f"{scheme} {owner.token}"}
-        assert owner.call(*row, headers=fields).status != 401
+    fields = {"Authorization": f"bEARER {token}"}
+    assert owner.call(*row, headers=fields).status != 401
 
 
 # ---- The machine ---------------------------------------------------------------------
@@ -250,8 +200,7 @@ def test_the_journey_wakes_and_unlocks(owner: Client, lab: Homelab) -> None:
         "system_ssh_open": False,
         "start": None,
     }
-    bodies: list[object] = [None, b"", b"nonsense", {}]  # any, or none
-    for body in bodies:
+    for body in (None, b"nonsense"):  # any, or none
         answer = owner.call("POST", "/api/wol", body)
         assert answer.status == 200
         told = f"Magic packet sent to {lab.mac} from 127.0.0.1"
@@ -268,42 +217,13 @@ def test_the_journey_wakes_and_unlocks(owner: Client, lab: Homelab) -> None:
 
 
 def test_an_impossible_passphrase_is_a_bad_request(owner: Client) -> None:
-    odd = *("", "a" * 513, "ä" * 257, "a\n", "\r"), *("a\0b", "a\tb", "\x7f", "\x85", 5)
-    for passphrase in odd:
-        answer = owner.unlock(passphrase)
+    for odd in ("", "a" * 513, "ä" * 257, "a\n", "\r", "a\0b", "\x7f", "\x85", 5):
+        answer = owner.unlock(odd)
         assert answer.status == 400
         assert "passphrase" in answer.error
 
 
-def test_a_failed_unlock_says_where_the_passphrase_is(owner: Client) -> None:
-    """Of several at once, one runs."""
-    with ThreadPoolExecutor() as pool:
-        unlocks = [pool.submit(owner.unlock) for _ in range(3)]
-        child = wait_for_child(os.getpid())
-        wait_for(lambda: sum(unlock.done() for unlock in unlocks) == 2)
-        os.kill(child, signal.SIGKILL)
-    errors = sorted(
-        (unlock.result().status, unlock.result().error) for unlock in unlocks
-    )
-    assert errors[0] == errors[1]
-    assert errors[1][0] == 409
-    assert errors[1][1].startswith("Another unlock or start is running")
-    told = (
-        "Failed to unlock: the unlocking process ended with status -9. The passphrase"
-    )
-    assert errors[2] == (500, f"{told} was not sent.")
-
-
 # ---- The page, and every answer ------------------------------------------------------
-
-
-def test_head_is_get_without_the_body(owner: Client) -> None:
-    for path in ("/", "/api/status"):
-        got, head = owner.call("GET", path), owner.call("HEAD", path)
-        assert head.headers["Content-Length"] == str(len(got.body))
-        request = f"HEAD {path} HTTP/1.1\r\nHost: x\r\n"
-        request += f"Authorization: Bearer {owner.token}\r\n\r\n"
-        assert owner.raw(request.encode()) == (200, b"")
 
 
 def test_the_page_needs_no_token_and_allows_only_its_own_code(api: Client) -> None:
@@ -326,9 +246,16 @@ def test_the_page_needs_no_token_and_allows_only_its_own_code(api: Client) -> No
     assert icon.body.startswith(b"\x89PNG")
 
 
-def test_every_answer_has_the_fields_that_keep_it_private(owner: Client) -> None:
+def test_every_answer_is_kept_private_and_head_is_get_without_the_body(
+    owner: Client,
+) -> None:
     for path in ("/", "/api/status", "/nothing"):
-        fields = owner.call("GET", path).headers
+        got = owner.call("GET", path)
+        request = f"HEAD {path} HTTP/1.1\r\nHost: x\r\n"
+        request += f"Authorization: Bearer {owner.token}\r\n\r\n"
+        assert owner.raw(request.encode()) == (got.status, b"")
+        fields = owner.call("HEAD", path).headers
+        assert fields["Content-Length"] == str(len(got.body))
         assert fields["Cache-Control"] == "no-store"
         assert fields["X-Content-Type-Options"] == "nosniff"
         assert fields["Referrer-Policy"] == "no-referrer"

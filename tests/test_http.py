@@ -1,7 +1,6 @@
 """HTTP from hostile clients: one JSON error each, and everybody else is served."""
 
 import contextlib
-import http.client
 import io
 import json
 import os
@@ -12,33 +11,27 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import cast
 
 import pytest
 from certificate import Certificate, new_certificate
 from conftest import (
     MACHINE,
     PIN,
-    PROGRAM,
     Client,
     Daemon,
     daemon,
-    environment,
     need,
     need_root,
     no_threads,
-    run_waker,
     running,
     wait_for,
     wait_for_child,
 )
-from ssh_servers import free_port
 
 import waker
 
@@ -64,53 +57,39 @@ def fields(*fields: bytes, start: bytes = GET) -> Iterator[tuple[bytes, int]]:
 # What is wrong, and the status that tells so.
 HOSTILE: list[tuple[bytes, int]] = [
     # The request line.
-    *lines(b"nonsense", b"\r\nGET / HTTP/1.1", b" GET / HTTP/1.1", b"GET /"),
-    *lines(
-        b"GET\t/ HTTP/1.1", b"GET  / HTTP/1.1", b"GET / HTTP/1.1 ", b"G(T / HTTP/1.1"
-    ),
-    *lines(
-        b"GET / http/1.1", b"GET / HTTP/01.1", b"GET / HTTP/1.10", b"GET / HTTP/0.9"
-    ),
-    *lines(b"GET / HTTP/1.1\rX: y", b"GET / HTTP/1.1\nX: y", b"G\x00T / HTTP/1.1"),
+    *lines(b"\r\nGET / HTTP/1.1", b"GET /", b"GET  / HTTP/1.1", b"G(T / HTTP/1.1"),
+    *lines(b"GET / http/1.1", b"GET / HTTP/1.10", b"GET / HTTP/1.1\nX: y"),
     (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
-    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),  # TLS
     # The target.
-    *lines(b"GET x HTTP/1.1", b"GET * HTTP/1.1", b"CONNECT x:443 HTTP/1.1"),
-    *lines(b"GET /#x HTTP/1.1", b"GET /\\x HTTP/1.1", b"GET /%zz HTTP/1.1"),
-    *lines(b"GET /\xc3\xa4 HTTP/1.1", b"GET /\x7f HTTP/1.1", b"GET ftp://x/ HTTP/1.1"),
-    *lines(b"GET http:///x HTTP/1.1", b"GET http://u@x/ HTTP/1.1"),
-    *lines(b"GET //x HTTP/1.1", b"GET /%2e%2e/ HTTP/1.1", status=404),
-    *lines(b"GET /%00 HTTP/1.1", b"GET /api%2fstatus HTTP/1.1", status=404),
+    *lines(b"GET x HTTP/1.1", b"CONNECT x:443 HTTP/1.1", b"GET /#x HTTP/1.1"),
+    *lines(b"GET /%zz HTTP/1.1", b"GET /\xc3\xa4 HTTP/1.1", b"GET /?\x7f HTTP/1.1"),
+    *lines(b"GET ftp://x/ HTTP/1.1", b"GET http:///x HTTP/1.1"),
+    *lines(b"GET http://u@x/ HTTP/1.1"),
+    *lines(b"GET /%2e%2e/ HTTP/1.1", b"GET /api%2fstatus HTTP/1.1", status=404),
     # Header fields.
-    *fields(b"X : y", b" X: y", b"X: y\r\n folded", b"X", b": y", b"\xe4: y"),
-    *fields(b"X: \x00", b"X: \x7f", b"X: y\r\n\n", b"\r", b"X: a\rY: b", b"X: a\nY: b"),
-    *fields(b"Host: x", b"Authorization: a\r\nAuthorization: b"),
-    *fields(b"Content-Type: a\r\ncontent-type: b"),
-    *fields(b"Host: x, y", b"Host: u@x", b"Host: x:\xb2", b"", start=GET[:16]),
-    (b"GET / HTTP/1.0\r\nHost:\r\n\r\n", 400),
+    *fields(b"X : y", b"X: y\r\n folded", b"X", b": y", b"X: \x00", b"X: y\r\n\n"),
+    *fields(b"X: a\rY: b", b"X: a\nY: b", b"Host: x"),
+    *fields(b"Authorization: a\r\nauthorization: b"),
+    *fields(b"Content-Type: a\r\nContent-Type: b"),
+    *fields(b"", b"Host: x, y", b"Host: u@x", b"Host: x:\xb2", start=GET[:16]),
     # How long the body is.
-    *fields(b"Content-Length: +5", b"Content-Length: -5", b"Content-Length: 0x5"),
-    *fields(b"Content-Length: 1_0", b"Content-Length: 5, 5", b"Content-Length: 05"),
-    *fields(b"Content-Length: 5.0", b"Content-Length:", b"Content-Length: 5 5"),
-    *fields(b"Content-Length: \xb2", b"Content-Length: \xef\xbc\x95"),
-    *fields(b"Content-Length: \xa05", b"Content-Length: 9999999999999999999"),
+    *fields(b"Content-Length: +5", b"Content-Length: 0x5", b"Content-Length: 1_0"),
+    *fields(b"Content-Length: 5, 5", b"Content-Length: 05", b"Content-Length:"),
+    *fields(b"Content-Length: \xb2", b"Content-Length: \xa05"),
+    *fields(b"Content-Length: 9999999999999999999"),
     *fields(b"Content-Length: 5\r\nContent-Length: 5", b"Content-Length : 5"),
     (POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 501),
     *(
         (POST + b"Transfer-Encoding:" + coding + b"\r\n\r\n0\r\n\r\n" + SMUGGLED, 501)
-        for coding in (
-            *(b" chunked", b"", b"\tChunked", b" identity", b" gzip, chunked"),
-            *(b" \xa0chunked", b" x\r\nTransfer-Encoding: chunked"),
-        )
+        for coding in (b"\tChunked", b"", b" identity", b" \xa0chunked")
     ),
     *fields(b"Transfer-Encoding : chunked", b"X: y\r\n\tTransfer-Encoding: chunked"),
     # Too much.
-    *lines(b"GET /" + b"x" * 9000 + b" HTTP/1.1", status=404),
     (b"x" * 100_000, 431),
     (GET + b"X: " + b"y" * 16384 + b"\r\n\r\n", 431),
     (GET + b"X: y\r\n" * 100 + b"\r\n", 431),
     (POST + JSON + b"Content-Length: 16385\r\n\r\n" + b"x" * 16385, 413),
-    (POST + JSON + b"Content-Length: 999999999999\r\n\r\n", 413),
     # In order: the route, the token, the body.
     (POST.replace(b"auth", b"x") + b"Content-Length: 16385\r\n\r\n", 404),
     (POST.replace(b"POST", b"PUT") + b"Content-Length: 16385\r\n\r\n", 405),
@@ -118,21 +97,17 @@ HOSTILE: list[tuple[bytes, int]] = [
 ]
 
 
-def exchange(client: Client, *parts: bytes, end: bool = False) -> bytes:
-    """Send parts, each in a packet of its own; returns all that comes back."""
-    with socket.create_connection((client.host, client.port), timeout=20) as tcp:
-        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with contextlib.suppress(ConnectionError):  # it may be refused half-way
-            for part in parts:
-                tcp.sendall(part)
-            if end:
-                tcp.shutdown(socket.SHUT_WR)
-        return b"".join(iter(lambda: tcp.recv(65536), b""))
+def knock(client: Client, address: str, data: bytes) -> socket.socket:
+    """Connect from an address of loopback, and send something."""
+    tcp = socket.create_connection((client.host, client.port), 20, (address, 0))
+    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    tcp.sendall(data)
+    return tcp
 
 
-def status_of(received: bytes) -> int:
+def status_of(tcp: socket.socket) -> int:
     """Read the status of what must be one whole response, and no more."""
-    head, _, body = received.partition(b"\r\n\r\n")
+    head, _, body = tcp.makefile("rb").read().partition(b"\r\n\r\n")
     start, *lines = head.decode().split("\r\n")
     fields = dict(line.split(": ", 1) for line in lines)
     assert len(fields) == len(lines)
@@ -148,85 +123,82 @@ def status_of(received: bytes) -> int:
 
 @pytest.fixture(scope="module")
 def besieged() -> Iterator[Client]:
-    """A client of a daemon whose log must stay clean."""
-    with daemon(MACHINE) as started:
-        yield started.client
-        started.stop()
-        text = "\n".join(started.log)
-        assert re.fullmatch(r"[ -~\n]+", text)
-        assert "Traceback" not in text
-        assert "bug" not in text
+    """A client of a daemon that has no machine."""
+    with running(waker.read_config(MACHINE | {"WAKER_PIN": PIN}, Path())) as client:
+        yield client
 
 
 @pytest.mark.parametrize(("data", "status"), HOSTILE)
 def test_a_bad_request_gets_one_error(
     besieged: Client, data: bytes, status: int
 ) -> None:
-    assert status_of(exchange(besieged, data)) == status
-    if len(data) < 200:
-        bites = [data[at : at + 1] for at in range(len(data))]
-        assert status_of(exchange(besieged, *bites)) == status
+    with knock(besieged, "127.0.0.1", data) as tcp:
+        assert status_of(tcp) == status
+
+
+LOGIN = json.dumps({"pin": PIN}).encode()
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        GET + b"X:\r\nY:\t z \t\r\nX: \xe4\r\n\r\n",
-        GET + b"Content-Length:5 \r\n\r\n12345",
-        GET + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n",
+        GET
+        + b"X:\r\nY:\t z \t\r\nX: \xe4\r\nContent-Length:5 \r\n\r\n12345"
+        + SMUGGLED,
+        GET + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n" + SMUGGLED,
         GET + b"X: y\r\n" * 99 + b"\r\n",
         GET + b"X: " + b"y" * 16000 + b"\r\n\r\n",
         b"GET /?" + b"x" * 8000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
         b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n",
         b"GET http://example.com HTTP/1.1\r\nHost: x\r\n\r\n",
         b"GET HTTPS://[::1]:8080/?a=/b?c HTTP/1.1\r\nHost: [::1]:8080\r\n\r\n",
-        GET + b"\r\n" + SMUGGLED,
-        GET + b"Content-Length: 5\r\n\r\n12345" + SMUGGLED,
+        # Who waits for the word to continue sends its body in the end without it.
+        POST + JSON + b"Expect: 100-continue\r\nContent-Length: 23\r\n\r\n" + LOGIN,
     ],
 )
 def test_an_odd_request_is_answered_once(besieged: Client, data: bytes) -> None:
-    assert status_of(exchange(besieged, data)) == 200
-    assert status_of(exchange(besieged, data, end=True)) == 200
+    with knock(besieged, "127.0.0.1", data) as tcp:
+        assert status_of(tcp) == 200
 
 
-def test_what_ends_early_is_a_bad_request_and_silence_is_none(besieged: Client) -> None:
-    body = POST + b"Content-Length: 9\r\n\r\n"
-    for data in (b"G", b"GET / HTTP/1.1", GET, GET + b"X: y", body, body + b"{"):
-        assert status_of(exchange(besieged, data, end=True)) == 400
-    assert exchange(besieged, end=True) == b""
+def test_a_request_may_come_byte_by_byte_but_not_end_early(besieged: Client) -> None:
+    whole = POST + JSON + b"Content-Length: %d\r\n\r\n" % len(LOGIN) + LOGIN
+    for size, status in ((1, 400), (14, 400), (30, 400), (-3, 400), (None, 200)):
+        with knock(besieged, "127.0.0.1", b"") as tcp:
+            for byte in whole[:size]:
+                tcp.send(bytes([byte]))
+            tcp.shutdown(socket.SHUT_WR)
+            assert status_of(tcp) == status
+    with knock(besieged, "127.0.0.1", b"") as tcp:
+        tcp.shutdown(socket.SHUT_WR)
+        assert tcp.recv(1) == b""
 
 
-def test_a_client_that_waits_for_a_word_is_not_told_to_continue(api: Client) -> None:
-    """It sends its body all the same; what it is told is the answer alone."""
-    body = json.dumps({"pin": PIN}).encode()
-    head = POST + JSON + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n"
-    assert status_of(exchange(api, head % len(body) + body)) == 200
-    assert status_of(exchange(api, head % 99999)) == 413
-
-
-def test_an_error_reaches_a_client_that_is_still_sending(api: Client) -> None:
+def test_who_goes_on_sending_gets_the_answer_and_has_two_seconds(
+    besieged: Client,
+) -> None:
     head = POST + JSON + b"Content-Length: 999999\r\n\r\n"
-    assert status_of(exchange(api, head, *[b"x" * 16384] * 60)) == 413
+    with knock(besieged, "127.0.0.1", head) as tcp:
+        for _ in range(60):
+            tcp.sendall(b"x" * 16000)
+        assert status_of(tcp) == 413
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() < began + waker.CLIENT_SECONDS:
+                tcp.sendall(b"x")
+                time.sleep(0.05)  # it drips
+    assert time.monotonic() < began + waker.CLIENT_SECONDS
 
 
 # ---- Many clients, and slow ones -----------------------------------------------------
 
 
-def knock(client: Client, address: str, data: bytes) -> socket.socket:
-    """Connect from an address of loopback, and send something."""
-    tcp = socket.create_connection((client.host, client.port), 20, (address, 0))
-    tcp.sendall(data)
-    return tcp
-
-
 def is_open(tcp: socket.socket) -> bool:
     """Tell whether nothing came, not even an end."""
-    poll = select.poll()  # which knows descriptors above 1,024, too
-    poll.register(tcp, select.POLLIN)
-    return not poll.poll(0)
+    return not select.select([tcp], [], [], 0)[0]
 
 
-def places(network: str, count: int) -> list[str]:
+def places(network: int, count: int) -> list[str]:
     """List addresses of loopback."""
     return [f"127.{network}.{n // 200}.{1 + n % 200}" for n in range(count)]
 
@@ -251,40 +223,34 @@ def stack() -> Iterator[Stack]:
         yield stack
 
 
-def test_a_25th_connection_ends_one_of_24(api: Client, stack: Stack) -> None:
-    own = half_requests(stack, api, ["127.0.0.1"] * 24)
-    (other,) = half_requests(stack, api, ["127.0.0.2"])
-    assert api.call("GET", "/").status == 200
-    assert sum(map(is_open, own)) == 23
-    for tcp in (other, *filter(is_open, own)):
-        tcp.sendall(b"\r\n")
-        assert tcp.recv(9999).startswith(b"HTTP/1.1 200 ")
-
-
-def test_who_had_to_go_is_told_nothing_and_not_logged(started: Daemon) -> None:
-    with Stack() as stack:
-        half_requests(stack, started.client, ["127.0.0.1"] * 60)
-        assert started.client.call("GET", "/").status == 200
-        started.stop()
-    assert started.log[1:] == ["stopping"]
-
-
-def test_a_proxy_may_have_more(config: waker.Config, stack: Stack) -> None:
-    proxies = waker.parse_networks("127.0.0.0/29")
-    with running(config._replace(proxies=proxies)) as api:
-        many = half_requests(stack, api, ["127.0.0.1"] * 60)
+@pytest.mark.parametrize(("proxies", "stay"), [("", 23), ("127.0.0.0/29", 24)])
+def test_a_25th_connection_ends_one_of_24_but_not_of_a_proxy(
+    config: waker.Config,
+    stack: Stack,
+    capfd: pytest.CaptureFixture[str],
+    proxies: str,
+    stay: int,
+) -> None:
+    """Who has to go is told nothing and not logged."""
+    config = config._replace(proxies=waker.parse_networks(proxies))
+    with running(config) as api:
+        own = half_requests(stack, api, ["127.0.0.1"] * 24)
+        (other,) = half_requests(stack, api, ["127.0.0.2"])
         assert api.call("GET", "/").status == 200
-        assert all(map(is_open, many))
+        assert sum(map(is_open, own)) == stay
+        for tcp in own:
+            if not is_open(tcp):
+                assert tcp.recv(1) == b""
+        for tcp in (other, *filter(is_open, own)):
+            tcp.sendall(b"\r\n")
+            assert status_of(tcp) == 200
+    assert capfd.readouterr().err == ""
 
 
-def test_1100_connections_have_64_threads(started: Daemon, stack: Stack) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-    resource.prlimit(started.process.pid, resource.RLIMIT_NOFILE, (1024, 1024))
+def test_300_connections_have_64_threads(started: Daemon) -> None:
     idle = started.uses()
     with Stack() as held:
-        many = half_requests(held, started.client, places("1", 1100))
+        many = half_requests(held, started.client, places(1, 300))
         assert started.client.call("GET", "/").status == 200
         wait_for(lambda: started.uses()[0] == idle[0] + 63)
         assert sum(map(is_open, many)) == 63
@@ -297,35 +263,33 @@ def test_many_who_come_back_go_before_who_is_new(api: Client, stack: Stack) -> N
 
     By chance alone, an owner would stay in three cases of five.
     """
-    stayed, sources = 0, places("1", 100)
+    stayed, sources = 0, places(1, 100)
     many = dict(zip(sources, half_requests(stack, api, sources), strict=True))
-    for owner_place in places("2", 20):
-        (owner,) = half_requests(stack, api, [owner_place])
-        for source in [s for s in sources if not is_open(many[s])][:30]:
-            (many[source],) = half_requests(stack, api, [source])
-        assert api.call("GET", "/").status == 200  # so all of them were let in
-        stayed += is_open(owner)
-        owner.close()
+    for place in places(2, 20):
+        gone = [source for source in sources if not is_open(many[source])][:30]
+        with knock(api, place, GET) as owner:
+            many |= zip(gone, half_requests(stack, api, gone), strict=True)
+            assert api.call("GET", "/").status == 200  # so all of them were let in
+            stayed += is_open(owner)
     assert stayed > 16
 
 
 def test_who_tries_again_among_new_ones_stays(api: Client, stack: Stack) -> None:
     """An owner stays by chance in six turns of seven, after a drop as well."""
     stayed = 0
-    half_requests(stack, api, places("1", 100))
+    half_requests(stack, api, places(1, 100))
     for turn in range(30):
-        (owner,) = half_requests(stack, api, ["127.2.0.1"])
-        half_requests(stack, api, [f"127.3.{turn}.{place}" for place in range(1, 11)])
-        assert api.call("GET", "/").status == 200  # so all of them were let in
-        stayed += is_open(owner)
-        owner.close()
+        with knock(api, "127.2.0.1", GET) as owner:
+            half_requests(stack, api, places(3 + turn, 10))
+            assert api.call("GET", "/").status == 200  # so all of them were let in
+            stayed += is_open(owner)
     assert stayed > 14
 
 
 def test_who_is_silent_keeps_nobody_waiting(config: waker.Config, stack: Stack) -> None:
     """Neither one address with many connections, nor many with one each."""
     with running(config, options=[NO_DEFERRING]) as api:
-        for sources in (["127.0.0.1"] * 40, places("1", 100)):
+        for sources in (["127.0.0.1"] * 40, places(1, 100)):
             began = time.monotonic()
             silent = [stack.enter_context(knock(api, at, b"")) for at in sources]
             assert api.call("GET", "/").status == 200
@@ -333,16 +297,21 @@ def test_who_is_silent_keeps_nobody_waiting(config: waker.Config, stack: Stack) 
             assert 0 < sum(map(is_open, silent)) < 64
 
 
-def test_what_takes_time_stays_and_holds_nobody_up(owner: Client, stack: Stack) -> None:
+def test_a_running_unlock_stays_and_holds_nobody_up(
+    owner: Client, stack: Stack
+) -> None:
     """The machine is off, so the unlock takes its time, until its process is killed."""
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(owner.unlock)
         child = wait_for_child(os.getpid())
-        half_requests(stack, owner, places("1", 600))
+        assert owner.unlock().status == 409
+        half_requests(stack, owner, places(1, 400))
         assert owner.call("GET", "/").status == 200
         with contextlib.suppress(ProcessLookupError):  # it gives up after 5 s itself
             os.kill(child, signal.SIGKILL)
-    assert answer.result().error.endswith("The passphrase was not sent.")
+    assert answer.result().status == 500
+    told = r"Failed to unlock: .*\. The passphrase was not sent\."
+    assert re.fullmatch(told, answer.result().error)
 
 
 def test_slow_clients_have_ten_seconds(config: waker.Config, stack: Stack) -> None:
@@ -364,23 +333,11 @@ def test_slow_clients_have_ten_seconds(config: waker.Config, stack: Stack) -> No
             for tcp in slow:
                 tcp.send(b"x")
         assert time.monotonic() - began > waker.CLIENT_SECONDS - 1
-        for tcp in slow:
-            assert status_of(b"".join(iter(lambda: tcp.recv(999), b""))) == 408  # noqa: B023 - it is called at once
+        assert [status_of(tcp) for tcp in slow] == [408, 408]
         assert silent.recv(1) == b""
         # One thread of the daemon is left: the one that listens.
         wait_for(lambda: threading.active_count() <= threads + 1)
         assert time.monotonic() - began < waker.CLIENT_SECONDS + 9
-
-
-def test_who_goes_on_sending_after_the_answer_has_two_seconds(api: Client) -> None:
-    with knock(api, "127.0.0.1", POST + b"Content-Length: 999999\r\n\r\n") as tcp:
-        assert status_of(b"".join(iter(lambda: tcp.recv(65536), b""))) == 415
-        began = time.monotonic()
-        with contextlib.suppress(ConnectionError):
-            while time.monotonic() < began + waker.CLIENT_SECONDS:
-                tcp.sendall(b"x")
-                time.sleep(0.05)  # it drips
-    assert time.monotonic() < began + waker.CLIENT_SECONDS
 
 
 def test_without_a_descriptor_it_waits_for_one(started: Daemon) -> None:
@@ -391,67 +348,33 @@ def test_without_a_descriptor_it_waits_for_one(started: Daemon) -> None:
         assert started.busy(1) < 0.3
         assert is_open(tcp)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
-        assert tcp.recv(9999).startswith(b"HTTP/1.1 200 ")
+        assert status_of(tcp) == 200
 
 
-def test_without_a_thread_it_hangs_up_and_goes_on(config: waker.Config) -> None:
-    with running(config) as api:
-        for turn in range(2):
-            with no_threads():
-                for _ in range(65 - 64 * turn):  # the last one just before it stops
-                    with pytest.raises(ConnectionError):
-                        api.call("GET", "/")
-            if not turn:
-                assert api.call("GET", "/").status == 200
-
-
-def test_a_bug_in_the_loop_does_not_end_it(config: waker.Config) -> None:
-    broken = cast("tuple[waker.Network, ...]", (None,))  # a bug, on purpose
-    with running(config._replace(proxies=broken)) as client:
-        for _ in range(3):
+def test_without_a_thread_it_hangs_up_and_goes_on(api: Client) -> None:
+    with no_threads():
+        for _ in range(waker.THREADS + 1):
             with pytest.raises(ConnectionError):
-                client.call("GET", "/")
+                api.call("GET", "/")
+    assert api.call("GET", "/").status == 200
 
 
 # ---- Where it runs -------------------------------------------------------------------
 
 
 def test_a_log_that_nobody_reads_stops_nothing(started: Daemon) -> None:
-    long = f"/{'x' * 9000}"
+    """Nor does one that cannot be written, because its reader has gone."""
+    client, log = started.client, started.process.stderr
+    assert log
     for _ in range(65536 // waker.LINE + 9):
-        assert started.client.call("GET", long).status == 404
-    assert started.process.stderr
-    os.read(started.process.stderr.fileno(), 32768)
-    assert started.client.call("GET", "/x").status == 404
-    assert started.stop() == 0
-    assert started.log[-1] == "stopping"
-
-
-@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
-def test_a_log_that_cannot_be_written_stops_nothing(redirection: str) -> None:
-    client = Client(free_port())
-    settings = {"WAKER_PIN": PIN, "WAKER_LISTEN": f"127.0.0.1:{client.port}"}
-    command = ["sh", "-c", f'exec "$0" "$@" {redirection}', sys.executable, PROGRAM]
-    process = subprocess.Popen(command, env=environment(MACHINE | settings))
-
-    def answers() -> bool:
-        with contextlib.suppress(ConnectionError):
-            return client.call("GET", "/x").status == 404
-        return False
-
-    wait_for(answers)
-    client.log_in().status()
-    process.terminate()
-    assert process.wait(10) == 0
-
-
-def test_deep_nesting_is_refused_on_the_smallest_stack() -> None:
-    """128 KiB a thread is what musl gives, and glibc where the limit says so."""
-    with daemon(MACHINE, need("prlimit"), "--stack=131072") as started:
-        for body in (b"[" * 16384, b'{"pin":' * 2000, b'{"pin": ' + b"[" * 16000):
-            head = POST + JSON + b"Content-Length: %d\r\n\r\n" % len(body)
-            assert status_of(exchange(started.client, head + body)) == 400
-        started.client.log_in()
+        assert client.call("GET", f"/{'x' * 9000}").status == 404
+    os.read(log.fileno(), 65536)
+    assert client.call("GET", "/x").status == 404
+    assert os.read(log.fileno(), 65536).endswith(b"refused GET /x: 404 No such path\n")
+    log.close()
+    client.log_in()
+    started.process.terminate()
+    assert started.process.wait(60) == 0
 
 
 def test_it_starts_where_no_name_can_be_resolved(tmp_path: Path) -> None:
@@ -479,16 +402,12 @@ def test_it_starts_where_no_name_can_be_resolved(tmp_path: Path) -> None:
     [
         ("192.0.2.1", "198.51.100.7", "192.0.2.1"),  # no proxy of ours
         ("10.0.0.1", "", "10.0.0.1"),
-        ("10.0.0.1", "198.51.100.7", "198.51.100.7"),
         ("10.0.0.1", "203.0.113.9,198.51.100.7 , 10.9.9.9", "198.51.100.7"),
         ("10.0.0.1", "10.2.2.2, 10.3.3.3", "10.2.2.2"),
-        ("10.0.0.1", "::ffff:198.51.100.7", "198.51.100.7"),
         ("10.0.0.1", "203.0.113.9, ::ffff:10.0.0.2", "203.0.113.9"),
         ("::1", "2001:DB8::7", "2001:db8::7"),
         ("10.0.0.1", "198.51.100.7, x, 10.0.0.2", "10.0.0.2"),
-        ("10.0.0.1", "198.51.100.7:80", "10.0.0.1"),
         ("10.0.0.1", "fe80::1%x PIN accepted", "10.0.0.1"),
-        ("10.0.0.1", "," * 16000, "10.0.0.1"),
     ],
 )
 def test_the_client_is_whom_the_proxy_saw(
@@ -501,7 +420,7 @@ def test_the_client_is_whom_the_proxy_saw(
 
 
 def test_attempts_are_counted_for_whom_the_proxy_saw(config: waker.Config) -> None:
-    for proxies, limited in (("127.0.0.0/8", 0), ("192.0.2.0/24", 2), ("", 2)):
+    for proxies, limited in (("127.0.0.0/8", 0), ("192.0.2.0/24", 2)):
         with running(config._replace(proxies=waker.parse_networks(proxies))) as api:
             fields = [{"X-Forwarded-For": f"192.0.2.{n}"} for n in range(12)]
             statuses = [api.attempt(PIN, field).status for field in fields]
@@ -520,23 +439,6 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
 def https(certificate: Certificate) -> Iterator[Daemon]:
     with daemon(MACHINE | certificate.settings()) as started:
         yield started
-
-
-@pytest.fixture
-def context(certificate: Certificate) -> ssl.SSLContext:
-    """What a client needs that trusts the certificate."""
-    return ssl.create_default_context(cafile=str(certificate.cert))
-
-
-def test_https_says_farewell(https: Daemon, context: ssl.SSLContext) -> None:
-    with context.wrap_socket(
-        knock(https.client, "127.0.0.1", b""),
-        server_hostname="127.0.0.1",
-        suppress_ragged_eofs=False,
-    ) as tls:
-        for byte in GET + b"\r\n":
-            tls.send(bytes([byte]))
-        assert status_of(b"".join(iter(lambda: tls.recv(65536), b""))) == 200
 
 
 def test_tls_is_1_2_or_later_with_one_curve_and_no_cbc(https: Daemon) -> None:
@@ -561,24 +463,23 @@ def test_tls_is_1_2_or_later_with_one_curve_and_no_cbc(https: Daemon) -> None:
 
 
 def test_half_a_handshake_holds_nobody_up(
-    https: Daemon, context: ssl.SSLContext
+    https: Daemon, certificate: Certificate
 ) -> None:
+    """Whoever completes one gets the answer, and a farewell."""
     idle, client = https.uses(), https.client
-    hello = ssl.MemoryBIO()
-    tls = context.wrap_bio(ssl.MemoryBIO(), hello, server_hostname="x")
-    with pytest.raises(ssl.SSLWantReadError):
-        tls.do_handshake()
-    halves = (b"", hello.read()[:100], b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01")
+    context = ssl.create_default_context(cafile=str(certificate.cert))
+    hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # the first bytes
     with Stack() as held:
-        for place in places("0", 20):
-            for data in halves:
+        for place in places(0, 20):
+            for data in (b"", hello, hello[:3], b"GET / HTTP/1.1\r\n\r\n"):
                 held.enter_context(knock(client, place, data))
-        connection = http.client.HTTPSConnection(
-            client.host, client.port, timeout=9, context=context
-        )
-        with contextlib.closing(connection):
-            connection.request("GET", "/")
-            assert connection.getresponse().status == 200
+        with context.wrap_socket(
+            knock(client, "127.0.0.1", b""),
+            server_hostname="127.0.0.1",
+            suppress_ragged_eofs=False,
+        ) as tls:
+            tls.sendall(GET + b"\r\n")
+            assert status_of(tls) == 200
         with knock(client, "127.0.0.1", b"\x01\x02\x03\x04") as no_tls:
             no_tls.settimeout(waker.CLIENT_SECONDS - 1)  # it is not waited for
             with contextlib.suppress(ConnectionResetError):
@@ -591,15 +492,14 @@ def test_a_wrong_certificate_is_told(certificate: Certificate, tmp_path: Path) -
     locked = new_certificate(tmp_path, passphrase=b"x")
     cert, key = certificate.settings().values()
     for files, words in (
-        ((cert, "/nowhere"), "WAKER_TLS_KEY /nowhere is missing or empty"),
+        ((cert, "/nowhere"), "KEY /nowhere is missing or empty"),
         ((cert, cert), "must be an Ed25519, ECDSA or RSA private key"),
         ((key, key), "must be a certificate and its private key"),
         ((cert, str(locked.key)), "both PEM, not encrypted"),
         ((str(locked.cert), key), "must be a certificate and its private key"),
     ):
         settings = dict(zip(certificate.settings(), files, strict=True))
-        ended = run_waker(settings=MACHINE | {"WAKER_PIN": PIN} | settings)
-        assert ended.returncode == 78
-        (line,) = ended.stderr.splitlines()
-        assert line.startswith("WAKER_TLS_")
-        assert words in line
+        with pytest.raises(waker.ConfigError, match=f"^WAKER_TLS_.*{words}"):
+            waker.make_tls(
+                waker.read_config(MACHINE | {"WAKER_PIN": PIN} | settings, tmp_path)
+            )
