@@ -1,13 +1,9 @@
 """The interface specification, row by row, over real connections."""
 
 import base64
-import datetime as dt
 import email.utils
 import re
-import select
-import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
 
@@ -16,15 +12,6 @@ from conftest import PASSPHRASE, PIN, PROGRAM, Client, running, wait_for
 from homelab import Homelab
 
 import waker
-
-PAGE = Path(PROGRAM).with_name("ui.html")
-PROTECTED = [
-    ("GET", "/api/status"),
-    ("POST", "/api/wol"),
-    ("POST", "/api/unlock"),
-    ("POST", "/api/start"),
-    ("DELETE", "/api/start"),
-]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +22,6 @@ PROTECTED = [
         ("BREW", "/API/auth", ""),
         ("POST", "/", "GET, HEAD"),
         ("PUT", "/api/auth", "POST"),
-        ("POST", "/api/status", "GET, HEAD"),
         ("BREW", "/api/start", "DELETE, POST"),
     ],
 )
@@ -51,9 +37,7 @@ def test_another_path_or_method_is_refused(
 # ---- The PIN and the tokens ----------------------------------------------------------
 
 
-def test_the_pin_is_exchanged_for_a_token_and_a_wrong_one_is_refused(
-    api: Client,
-) -> None:
+def test_the_pin_is_exchanged_for_a_token_in_ten_attempts_a_minute(api: Client) -> None:
     for pin in (PIN + "x", PIN[:-1], PIN.upper(), " " + PIN, "ü"):
         answer = api.attempt(pin)
         assert (answer.status, answer.error) == (401, "Wrong PIN")
@@ -62,8 +46,15 @@ def test_the_pin_is_exchanged_for_a_token_and_a_wrong_one_is_refused(
     assert (answer.status, answer.headers["Content-Type"]) == (200, "application/json")
     assert answer.json.keys() == {"token", "expires_in"}
     assert answer.json["expires_in"] == 900
-    assert len(answer.json["token"]) >= 43  # 32 random bytes
-    assert answer.json["token"] != api.attempt(PIN).json["token"]
+    api.token = answer.json["token"]
+    assert len(api.token) >= 43  # 32 random bytes
+    tokens = {api.attempt(PIN).json["token"] for _ in range(4)}
+    assert len(tokens - {api.token}) == 4
+    answer = api.attempt(PIN)  # the eleventh: those with the right PIN count as well
+    assert answer.status == 429
+    assert 0 < int(answer.headers["Retry-After"]) <= 60
+    assert answer.error.startswith("Too many attempts")
+    api.status()  # a token in hand still works
 
 
 def test_what_has_no_pin_is_a_bad_request_and_no_attempt(api: Client) -> None:
@@ -73,8 +64,6 @@ def test_what_has_no_pin_is_a_bad_request_and_no_attempt(api: Client) -> None:
     """
     for body in (
         b"",
-        b"nonsense",
-        b'["x"]',
         b'{"x": "x"}',
         b'{"pin": 12345678}',
         b'{"pin": ""}',
@@ -84,7 +73,6 @@ def test_what_has_no_pin_is_a_bad_request_and_no_attempt(api: Client) -> None:
         b'{"pin": "x", "pin": "x"}',
         b'{"pin": "x"} x',
         b'{"pin": ' + b"[" * 16000 + b"}",
-        b'\xef\xbb\xbf{"pin": "x"}',
         '{"pin": "x"}\u3000'.encode(),
     ):
         answer = api.call("POST", "/api/auth", body)
@@ -96,16 +84,6 @@ def test_what_has_no_pin_is_a_bad_request_and_no_attempt(api: Client) -> None:
         assert answer.error == "Content-Type must be application/json"
     for kind in ("application/json", "Application/JSON ; charset=utf-8"):
         assert api.attempt(PIN, {"Content-Type": kind}).status == 200
-
-
-def test_the_eleventh_attempt_in_a_minute_is_limited(owner: Client) -> None:
-    statuses = [owner.attempt(pin).status for pin in ("wrong!", PIN) * 5]
-    assert statuses == [401, 200] * 4 + [401, 429]  # all of them count
-    answer = owner.attempt(PIN)
-    assert answer.status == 429
-    assert 0 < int(answer.headers["Retry-After"]) <= 60
-    assert answer.error.startswith("Too many attempts")
-    owner.status()  # a token in hand still works
 
 
 def refused(gate: waker.Gate, client: str, now: float) -> str:
@@ -151,18 +129,6 @@ def test_strangers_lock_nobody_out_and_fill_no_memory() -> None:
         assert bool(refused(gate, "192.0.2.1", 1)) == known
 
 
-def test_an_attempt_counts_when_it_is_complete_not_when_it_began() -> None:
-    """Else many could be begun, grow old together, and be completed at once."""
-    ours, its = socket.socketpair()
-    with ours, its, its.makefile("rb") as file, ThreadPoolExecutor() as pool:
-        reading = pool.submit(waker.read_request, file, "192.0.2.1", ())
-        ours.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n1")
-        wait_for(lambda: not select.select([its], [], [], 0)[0])
-        complete = time.monotonic()
-        ours.sendall(b"2")
-        assert reading.result().now > complete
-
-
 def test_a_token_lives_fifteen_minutes_and_the_oldest_of_64_goes_first() -> None:
     gate = waker.Gate()
     token, *others = (gate.issue(1000) for _ in range(64))
@@ -172,7 +138,17 @@ def test_a_token_lives_fifteen_minutes_and_the_oldest_of_64_goes_first() -> None
     assert all(gate.valid(other, 1001) for other in others)
 
 
-@pytest.mark.parametrize("row", PROTECTED, ids=" ".join)
+@pytest.mark.parametrize(
+    "row",
+    [
+        ("GET", "/api/status"),
+        ("POST", "/api/wol"),
+        ("POST", "/api/unlock"),
+        ("POST", "/api/start"),
+        ("DELETE", "/api/start"),
+    ],
+    ids=" ".join,
+)
 def test_without_a_token_nothing_is_done(
     owner: Client, lab: Homelab, row: tuple[str, str]
 ) -> None:
@@ -229,7 +205,7 @@ def test_an_impossible_passphrase_is_a_bad_request(owner: Client) -> None:
 def test_the_page_needs_no_token_and_allows_only_its_own_code(api: Client) -> None:
     page = api.call("GET", "/?from=home-screen")
     assert page.status == 200
-    assert page.body == PAGE.read_bytes()
+    assert page.body == Path(PROGRAM).with_name("ui.html").read_bytes()
     assert page.headers["Content-Type"] == "text/html; charset=utf-8"
     policy = page.headers["Content-Security-Policy"]
     for tag in (b"script", b"style"):
@@ -240,7 +216,6 @@ def test_the_page_needs_no_token_and_allows_only_its_own_code(api: Client) -> No
         assert part in policy
     assert "unsafe" not in policy
     assert not re.search(rb"\son\w+=|\sstyle=|innerHTML|javascript:", page.body)
-    assert not re.search(rb"(src|href)=[\"']?(https?:)?//", page.body)
     icon = api.call("GET", "/apple-touch-icon.png")
     assert icon.headers["Content-Type"] == "image/png"
     assert icon.body.startswith(b"\x89PNG")
@@ -262,8 +237,7 @@ def test_every_answer_is_kept_private_and_head_is_get_without_the_body(
         assert fields["Connection"] == "close"
         assert not {"Server", "Access-Control-Allow-Origin"} & fields.keys()
         told = email.utils.parsedate_to_datetime(fields["Date"])
-        assert abs(dt.datetime.now(dt.UTC) - told) < dt.timedelta(seconds=60)
-        assert email.utils.format_datetime(told, usegmt=True) == fields["Date"]
+        assert abs(told.timestamp() - time.time()) < 60
 
 
 def test_a_bug_is_told_without_its_text(config: waker.Config) -> None:

@@ -1,6 +1,5 @@
 """HTTP from hostile clients: one JSON error each, and everybody else is served."""
 
-import contextlib
 import io
 import json
 import os
@@ -15,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -39,9 +39,9 @@ GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /api/auth HTTP/1.1\r\nHost: x\r\n"
 JSON = b"Content-Type: application/json\r\n"
 SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
+HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # the first bytes of TLS
+LOGIN = json.dumps({"pin": PIN}).encode()
 NO_DEFERRING = socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 0
-
-Stack = contextlib.ExitStack
 
 
 def lines(*starts: bytes, status: int = 400) -> Iterator[tuple[bytes, int]]:
@@ -60,31 +60,34 @@ HOSTILE: list[tuple[bytes, int]] = [
     *lines(b"\r\nGET / HTTP/1.1", b"GET /", b"GET  / HTTP/1.1", b"G(T / HTTP/1.1"),
     *lines(b"GET / http/1.1", b"GET / HTTP/1.10", b"GET / HTTP/1.1\nX: y"),
     (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
-    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),  # TLS
+    (HELLO, 400),
     # The target.
-    *lines(b"GET x HTTP/1.1", b"CONNECT x:443 HTTP/1.1", b"GET /#x HTTP/1.1"),
-    *lines(b"GET /%zz HTTP/1.1", b"GET /\xc3\xa4 HTTP/1.1", b"GET /?\x7f HTTP/1.1"),
-    *lines(b"GET ftp://x/ HTTP/1.1", b"GET http:///x HTTP/1.1"),
-    *lines(b"GET http://u@x/ HTTP/1.1"),
+    *lines(b"GET x HTTP/1.1", b"GET /#x HTTP/1.1", b"GET /%zz HTTP/1.1"),
+    *lines(b"GET /\xc3\xa4 HTTP/1.1", b"GET /?\x7f HTTP/1.1", b"GET ftp://x/ HTTP/1.1"),
+    *lines(b"GET http:///x HTTP/1.1", b"GET http://u@x/ HTTP/1.1"),
     *lines(b"GET /%2e%2e/ HTTP/1.1", b"GET /api%2fstatus HTTP/1.1", status=404),
     # Header fields.
-    *fields(b"X : y", b"X: y\r\n folded", b"X", b": y", b"X: \x00", b"X: y\r\n\n"),
-    *fields(b"X: a\rY: b", b"X: a\nY: b", b"Host: x"),
-    *fields(b"Authorization: a\r\nauthorization: b"),
-    *fields(b"Content-Type: a\r\nContent-Type: b"),
+    *fields(b"X : y", b"X: y\r\n folded", b"X", b": y", b"X: \0", b"X: a\rY: b"),
+    *fields(b"X: a\nY: b", b"Host: x", b"Authorization: a\r\nauthorization: b"),
     *fields(b"", b"Host: x, y", b"Host: u@x", b"Host: x:\xb2", start=GET[:16]),
     # How long the body is.
     *fields(b"Content-Length: +5", b"Content-Length: 0x5", b"Content-Length: 1_0"),
     *fields(b"Content-Length: 5, 5", b"Content-Length: 05", b"Content-Length:"),
-    *fields(b"Content-Length: \xb2", b"Content-Length: \xa05"),
-    *fields(b"Content-Length: 9999999999999999999"),
-    *fields(b"Content-Length: 5\r\nContent-Length: 5", b"Content-Length : 5"),
-    (POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 501),
-    *(
-        (POST + b"Transfer-Encoding:" + coding + b"\r\n\r\n0\r\n\r\n" + SMUGGLED, 501)
-        for coding in (b"\tChunked", b"", b" identity", b" \xa0chunked")
+    *fields(b"Content-Length: \xb2", b"Content-Length: \xa05", b"Content-Length : 5"),
+    *fields(
+        b"Content-Length: 5\r\nContent-Length: 5", b"Content-Length: 5" + b"0" * 18
     ),
     *fields(b"Transfer-Encoding : chunked", b"X: y\r\n\tTransfer-Encoding: chunked"),
+    *(
+        (POST + field + b"\r\n\r\n0\r\n\r\n" + SMUGGLED, 501)
+        for field in (
+            b"Content-Length: 5\r\nTransfer-Encoding: chunked",
+            b"Transfer-Encoding:\tChunked",
+            b"Transfer-Encoding:",
+            b"Transfer-Encoding: identity",
+            b"Transfer-Encoding: \xa0chunked",
+        )
+    ),
     # Too much.
     (b"x" * 100_000, 431),
     (GET + b"X: " + b"y" * 16384 + b"\r\n\r\n", 431),
@@ -108,17 +111,14 @@ def knock(client: Client, address: str, data: bytes) -> socket.socket:
 def status_of(tcp: socket.socket) -> int:
     """Read the status of what must be one whole response, and no more."""
     head, _, body = tcp.makefile("rb").read().partition(b"\r\n\r\n")
-    start, *lines = head.decode().split("\r\n")
-    fields = dict(line.split(": ", 1) for line in lines)
-    assert len(fields) == len(lines)
-    assert fields["Content-Length"] == str(len(body))
-    assert fields["Connection"] == "close"
-    found = re.fullmatch(r"HTTP/1\.1 ([0-9]{3}) [A-Z][A-Za-z -]+", start)
-    assert found
-    if int(found[1]) >= 400:
-        assert fields["Content-Type"] == "application/json"
+    start, *fields = head.decode().split("\r\n")
+    assert re.fullmatch("HTTP/1.1 [0-9]{3} [A-Z][A-Za-z -]+", start)
+    assert f"Content-Length: {len(body)}" in fields
+    status = int(start.split()[1])
+    if status >= 400:
+        assert "Content-Type: application/json" in fields
         assert json.loads(body).keys() == {"error"}
-    return int(found[1])
+    return status
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +136,6 @@ def test_a_bad_request_gets_one_error(
         assert status_of(tcp) == status
 
 
-LOGIN = json.dumps({"pin": PIN}).encode()
-
-
 @pytest.mark.parametrize(
     "data",
     [
@@ -146,9 +143,7 @@ LOGIN = json.dumps({"pin": PIN}).encode()
         + b"X:\r\nY:\t z \t\r\nX: \xe4\r\nContent-Length:5 \r\n\r\n12345"
         + SMUGGLED,
         GET + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n" + SMUGGLED,
-        GET + b"X: y\r\n" * 99 + b"\r\n",
-        GET + b"X: " + b"y" * 16000 + b"\r\n\r\n",
-        b"GET /?" + b"x" * 8000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        GET + (b"X: " + b"y" * 158 + b"\r\n") * 99 + b"\r\n",
         b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n",
         b"GET http://example.com HTTP/1.1\r\nHost: x\r\n\r\n",
         b"GET HTTPS://[::1]:8080/?a=/b?c HTTP/1.1\r\nHost: [::1]:8080\r\n\r\n",
@@ -174,7 +169,7 @@ def test_a_request_may_come_byte_by_byte_but_not_end_early(besieged: Client) -> 
         assert tcp.recv(1) == b""
 
 
-def test_who_goes_on_sending_gets_the_answer_and_has_two_seconds(
+def test_who_sends_on_is_answered_and_has_two_seconds(
     besieged: Client,
 ) -> None:
     head = POST + JSON + b"Content-Length: 999999\r\n\r\n"
@@ -183,7 +178,7 @@ def test_who_goes_on_sending_gets_the_answer_and_has_two_seconds(
             tcp.sendall(b"x" * 16000)
         assert status_of(tcp) == 413
         began = time.monotonic()
-        with contextlib.suppress(ConnectionError):
+        with suppress(ConnectionError):
             while time.monotonic() < began + waker.CLIENT_SECONDS:
                 tcp.sendall(b"x")
                 time.sleep(0.05)  # it drips
@@ -204,7 +199,7 @@ def places(network: int, count: int) -> list[str]:
 
 
 def half_requests(
-    stack: Stack, client: Client, sources: Iterable[str]
+    stack: ExitStack, client: Client, sources: Iterable[str]
 ) -> list[socket.socket]:
     """Begin a request from each of these addresses, and do not go on."""
     return [stack.enter_context(knock(client, source, GET)) for source in sources]
@@ -217,16 +212,16 @@ def started() -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def stack() -> Iterator[Stack]:
+def stack() -> Iterator[ExitStack]:
     """Keeps connections open until the test ends."""
-    with Stack() as stack:
+    with ExitStack() as stack:
         yield stack
 
 
 @pytest.mark.parametrize(("proxies", "stay"), [("", 23), ("127.0.0.0/29", 24)])
 def test_a_25th_connection_ends_one_of_24_but_not_of_a_proxy(
     config: waker.Config,
-    stack: Stack,
+    stack: ExitStack,
     capfd: pytest.CaptureFixture[str],
     proxies: str,
     stay: int,
@@ -238,27 +233,34 @@ def test_a_25th_connection_ends_one_of_24_but_not_of_a_proxy(
         (other,) = half_requests(stack, api, ["127.0.0.2"])
         assert api.call("GET", "/").status == 200
         assert sum(map(is_open, own)) == stay
-        for tcp in own:
-            if not is_open(tcp):
-                assert tcp.recv(1) == b""
+        assert all(is_open(tcp) or tcp.recv(1) == b"" for tcp in own)
         for tcp in (other, *filter(is_open, own)):
             tcp.sendall(b"\r\n")
             assert status_of(tcp) == 200
     assert capfd.readouterr().err == ""
 
 
-def test_300_connections_have_64_threads(started: Daemon) -> None:
-    idle = started.uses()
-    with Stack() as held:
+def test_300_connections_have_64_threads_and_wait_for_descriptors(
+    started: Daemon,
+) -> None:
+    idle, pid = started.uses(), started.process.pid
+    with ExitStack() as held:
         many = half_requests(held, started.client, places(1, 300))
         assert started.client.call("GET", "/").status == 200
         wait_for(lambda: started.uses()[0] == idle[0] + 63)
         assert sum(map(is_open, many)) == 63
     wait_for(lambda: started.uses() == idle)
     assert started.busy(1) < 0.05
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (idle[1], hard))
+    with knock(started.client, "127.0.0.1", GET + b"\r\n") as tcp:
+        assert started.busy(1) < 0.3
+        assert is_open(tcp)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+        assert status_of(tcp) == 200
 
 
-def test_many_who_come_back_go_before_who_is_new(api: Client, stack: Stack) -> None:
+def test_many_who_come_back_go_before_who_is_new(api: Client, stack: ExitStack) -> None:
     """Or an owner who is far away would have to go while the request is under way.
 
     By chance alone, an owner would stay in three cases of five.
@@ -274,7 +276,7 @@ def test_many_who_come_back_go_before_who_is_new(api: Client, stack: Stack) -> N
     assert stayed > 16
 
 
-def test_who_tries_again_among_new_ones_stays(api: Client, stack: Stack) -> None:
+def test_who_tries_again_among_new_ones_stays(api: Client, stack: ExitStack) -> None:
     """An owner stays by chance in six turns of seven, after a drop as well."""
     stayed = 0
     half_requests(stack, api, places(1, 100))
@@ -286,7 +288,9 @@ def test_who_tries_again_among_new_ones_stays(api: Client, stack: Stack) -> None
     assert stayed > 14
 
 
-def test_who_is_silent_keeps_nobody_waiting(config: waker.Config, stack: Stack) -> None:
+def test_who_is_silent_keeps_nobody_waiting(
+    config: waker.Config, stack: ExitStack
+) -> None:
     """Neither one address with many connections, nor many with one each."""
     with running(config, options=[NO_DEFERRING]) as api:
         for sources in (["127.0.0.1"] * 40, places(1, 100)):
@@ -298,7 +302,7 @@ def test_who_is_silent_keeps_nobody_waiting(config: waker.Config, stack: Stack) 
 
 
 def test_a_running_unlock_stays_and_holds_nobody_up(
-    owner: Client, stack: Stack
+    owner: Client, stack: ExitStack
 ) -> None:
     """The machine is off, so the unlock takes its time, until its process is killed."""
     with ThreadPoolExecutor() as pool:
@@ -307,14 +311,14 @@ def test_a_running_unlock_stays_and_holds_nobody_up(
         assert owner.unlock().status == 409
         half_requests(stack, owner, places(1, 400))
         assert owner.call("GET", "/").status == 200
-        with contextlib.suppress(ProcessLookupError):  # it gives up after 5 s itself
+        with suppress(ProcessLookupError):  # it gives up after 5 s itself
             os.kill(child, signal.SIGKILL)
     assert answer.result().status == 500
-    told = r"Failed to unlock: .*\. The passphrase was not sent\."
+    told = "Failed to unlock: .* The passphrase was not sent."
     assert re.fullmatch(told, answer.result().error)
 
 
-def test_slow_clients_have_ten_seconds(config: waker.Config, stack: Stack) -> None:
+def test_slow_clients_have_ten_seconds(config: waker.Config, stack: ExitStack) -> None:
     """For the whole request, and again to take the answer, whatever they drip."""
     body, threads = POST + b"Content-Length: 900\r\n\r\n", threading.active_count()
     small = socket.SOL_SOCKET, socket.SO_SNDBUF, 2048
@@ -324,10 +328,10 @@ def test_slow_clients_have_ten_seconds(config: waker.Config, stack: Stack) -> No
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         reader.connect((api.host, api.port))
         reader.sendall(GET + b"\r\n")  # the page, of which it reads nothing
-        silent = stack.enter_context(knock(api, "127.0.0.2", b""))
-        slow = [
-            stack.enter_context(knock(api, "127.0.0.2", data)) for data in (GET, body)
-        ]
+        silent, *slow = (
+            stack.enter_context(knock(api, "127.0.0.2", data))
+            for data in (b"", GET, body)
+        )
         while not select.select(slow, [], [], 0.5)[0]:
             assert time.monotonic() - began < waker.CLIENT_SECONDS + 9
             for tcp in slow:
@@ -338,17 +342,6 @@ def test_slow_clients_have_ten_seconds(config: waker.Config, stack: Stack) -> No
         # One thread of the daemon is left: the one that listens.
         wait_for(lambda: threading.active_count() <= threads + 1)
         assert time.monotonic() - began < waker.CLIENT_SECONDS + 9
-
-
-def test_without_a_descriptor_it_waits_for_one(started: Daemon) -> None:
-    pid, used = started.process.pid, started.uses()[1]
-    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (used, hard))
-    with knock(started.client, "127.0.0.1", GET + b"\r\n") as tcp:
-        assert started.busy(1) < 0.3
-        assert is_open(tcp)
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
-        assert status_of(tcp) == 200
 
 
 def test_without_a_thread_it_hangs_up_and_goes_on(api: Client) -> None:
@@ -380,11 +373,10 @@ def test_a_log_that_nobody_reads_stops_nothing(started: Daemon) -> None:
 def test_it_starts_where_no_name_can_be_resolved(tmp_path: Path) -> None:
     """Not even its own."""
     need_root()
-    (tmp_path / "resolv.conf").write_text("nameserver 192.0.2.1\n")
-    (tmp_path / "hosts").touch()
+    servers = tmp_path / "resolv.conf"
+    servers.write_text("nameserver 192.0.2.1\n")
     script = (
-        "for name in hosts resolv.conf; do"
-        f" mount --bind {tmp_path}/$name /etc/$name; done;"
+        f"mount --bind {servers} /etc/resolv.conf;"
         " ip link set lo up; ip route add 192.0.2.1 dev lo; hostname of-nobody;"
         ' exec "$0" "$@"'
     )
@@ -441,19 +433,13 @@ def https(certificate: Certificate) -> Iterator[Daemon]:
         yield started
 
 
-def test_tls_is_1_2_or_later_with_one_curve_and_no_cbc(https: Daemon) -> None:
+def test_tls_is_1_2_or_later_without_ffdhe_and_cbc(https: Daemon) -> None:
     """One hello for the group ffdhe8192 would cost 100 ms of CPU."""
     address = f"{https.client.host}:{https.client.port}"
-    curve, other = "X25519", "P-256"
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).set_ecdh_curve(curve)
-    except ssl.SSLError:  # Python 3.11.2, as in Debian 12
-        curve, other = other, curve
     for options, status in (
         ("-tls1_1 -cipher ALL:@SECLEVEL=0", 1),
-        (f"-groups ffdhe8192:{curve}", 0),
         ("-groups ffdhe8192", 1),
-        (f"-groups {other}", 1),
+        ("-groups ffdhe8192:X25519:P-256", 0),
         ("-tls1_2 -cipher ECDHE-ECDSA-AES128-GCM-SHA256", 0),
         ("-tls1_2 -cipher ECDHE-ECDSA-AES128-SHA256", 1),
     ):
@@ -468,10 +454,9 @@ def test_half_a_handshake_holds_nobody_up(
     """Whoever completes one gets the answer, and a farewell."""
     idle, client = https.uses(), https.client
     context = ssl.create_default_context(cafile=str(certificate.cert))
-    hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # the first bytes
-    with Stack() as held:
+    with ExitStack() as held:
         for place in places(0, 20):
-            for data in (b"", hello, hello[:3], b"GET / HTTP/1.1\r\n\r\n"):
+            for data in (b"", HELLO, HELLO[:3], b"GET / HTTP/1.1\r\n\r\n"):
                 held.enter_context(knock(client, place, data))
         with context.wrap_socket(
             knock(client, "127.0.0.1", b""),
@@ -482,7 +467,7 @@ def test_half_a_handshake_holds_nobody_up(
             assert status_of(tls) == 200
         with knock(client, "127.0.0.1", b"\x01\x02\x03\x04") as no_tls:
             no_tls.settimeout(waker.CLIENT_SECONDS - 1)  # it is not waited for
-            with contextlib.suppress(ConnectionResetError):
+            with suppress(ConnectionResetError):
                 assert no_tls.recv(1) == b""
     wait_for(lambda: https.uses() == idle)
     assert https.busy(1) < 0.05
@@ -491,15 +476,13 @@ def test_half_a_handshake_holds_nobody_up(
 def test_a_wrong_certificate_is_told(certificate: Certificate, tmp_path: Path) -> None:
     locked = new_certificate(tmp_path, passphrase=b"x")
     cert, key = certificate.settings().values()
+    pin = {"WAKER_PIN": PIN}
     for files, words in (
         ((cert, "/nowhere"), "KEY /nowhere is missing or empty"),
         ((cert, cert), "must be an Ed25519, ECDSA or RSA private key"),
-        ((key, key), "must be a certificate and its private key"),
         ((cert, str(locked.key)), "both PEM, not encrypted"),
         ((str(locked.cert), key), "must be a certificate and its private key"),
     ):
         settings = dict(zip(certificate.settings(), files, strict=True))
         with pytest.raises(waker.ConfigError, match=f"^WAKER_TLS_.*{words}"):
-            waker.make_tls(
-                waker.read_config(MACHINE | {"WAKER_PIN": PIN} | settings, tmp_path)
-            )
+            waker.make_tls(waker.read_config(MACHINE | pin | settings, tmp_path))
