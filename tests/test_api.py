@@ -58,10 +58,7 @@ def test_the_pin_is_exchanged_for_a_token_in_ten_attempts_a_minute(api: Client) 
 
 
 def test_what_has_no_pin_is_a_bad_request_and_no_attempt(api: Client) -> None:
-    """Or another page could spend the attempts: without a preflight it sends no JSON.
-
-    So the PIN is not looked at before the type of the body is.
-    """
+    """Or another page could spend them: without a preflight it sends no JSON."""
     for body in (
         b"",
         b'{"x": "x"}',

@@ -71,18 +71,13 @@ HOSTILE: list[tuple[bytes, int]] = [
     *fields(b"", b"Host: x, y", b"Host: u@x", b"Host: x:\xb2", start=GET[:16]),
     # How long the body is.
     *fields(b"Content-Length: +5", b"Content-Length: 1_0", b"Content-Length:"),
-    *fields(b"Content-Length: 5, 5", b"Content-Length: 5" + b"0" * 18),
     *fields(b"Content-Length: \xb2", b"Content-Length: \xa05", b"Content-Length : 5"),
-    *fields(b"Content-Length: 5\r\nContent-Length: 5"),
+    *fields(b"Content-Length: 5, 5", b"Content-Length: 5\r\nContent-Length: 5"),
+    *fields(b"Content-Length: 5000000000000000000"),
     *fields(b"Transfer-Encoding : chunked", b"X: y\r\n\tTransfer-Encoding: chunked"),
     *(
         (POST + b"Transfer-Encoding:" + coding + b"\r\n\r\n0\r\n\r\n" + SMUGGLED, 501)
-        for coding in (
-            b" chunked\r\nContent-Length: 5",
-            b"\tChunked",
-            b"",
-            b" \xa0gzip",
-        )
+        for coding in (b" chunked\r\nContent-Length: 5", b" \xa0Chunked", b"")
     ),
     # Too much.
     (b"x" * 100_000, 431),
@@ -96,11 +91,9 @@ HOSTILE: list[tuple[bytes, int]] = [
 ]
 
 
-def knock(
-    client: Client, data: bytes = GET, address: str = "127.0.0.1"
-) -> socket.socket:
+def knock(client: Client, data: bytes = GET, at: str = "127.0.0.1") -> socket.socket:
     """Connect from an address of loopback, and send something: half a request."""
-    tcp = socket.create_connection((client.host, client.port), 20, (address, 0))
+    tcp = socket.create_connection((client.host, client.port), 20, (at, 0))
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     tcp.sendall(data)
     return tcp
@@ -163,9 +156,7 @@ def test_a_request_may_come_byte_by_byte_but_not_end_early(server: Client) -> No
         assert tcp.recv(1) == b""
 
 
-def test_who_sends_on_is_answered_and_has_two_seconds(
-    server: Client,
-) -> None:
+def test_who_sends_on_is_answered_and_has_two_seconds(server: Client) -> None:
     head = POST + JSON + b"Content-Length: 999999\r\n\r\n"
     with knock(server, head) as tcp:
         for _ in range(60):
@@ -208,20 +199,16 @@ def crowd() -> Iterator[Crowd]:
         yield crowd
 
 
-@pytest.mark.parametrize(("proxies", "stay"), [("", 23), ("127.0.0.0/29", 24)])
+@pytest.mark.parametrize("proxies", ["", "127.0.0.0/29"])
 def test_a_25th_connection_ends_one_of_24_but_not_of_a_proxy(
-    config: waker.Config,
-    crowd: Crowd,
-    capfd: pytest.CaptureFixture[str],
-    proxies: str,
-    stay: int,
+    config: waker.Config, crowd: Crowd, capfd: pytest.CaptureFixture[str], proxies: str
 ) -> None:
     """Who has to go is told nothing and not logged."""
     config = config._replace(proxies=waker.parse_networks(proxies))
     with running(config) as api:
         (other, *own) = crowd.come(api, ["127.0.0.2", *["127.0.0.1"] * 24])
         assert api.call("GET", "/").status == 200
-        assert sum(map(is_open, own)) == stay
+        assert sum(map(is_open, own)) == (24 if proxies else 23)
         assert all(is_open(tcp) or tcp.recv(1) == b"" for tcp in own)
         for tcp in (other, *filter(is_open, own)):
             tcp.sendall(b"\r\n")
@@ -450,12 +437,11 @@ def test_half_a_handshake_holds_nobody_up(certificate: Certificate) -> None:
 
 def test_a_wrong_certificate_is_told(certificate: Certificate, tmp_path: Path) -> None:
     locked = new_certificate(tmp_path, passphrase=b"x")
-    cert, key = certificate.settings().values()
+    cert = str(certificate.cert)
     for files, words in (
         ((cert, "/nowhere"), "KEY /nowhere is missing or empty"),
         ((cert, cert), "must be an Ed25519, ECDSA or RSA private key"),
         ((cert, str(locked.key)), "both PEM, not encrypted"),
-        ((str(locked.cert), key), "must be a certificate and its private key"),
     ):
         settings = MACHINE | dict(zip(certificate.settings(), files, strict=True))
         with pytest.raises(waker.ConfigError, match=f"^WAKER_TLS_.*{words}"):
