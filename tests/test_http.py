@@ -215,11 +215,11 @@ def test_a_25th_connection_ends_one_of_24_but_not_of_a_proxy(
     assert capfd.readouterr().err == ""
 
 
-def test_300_connections_have_64_threads_and_wait_for_descriptors() -> None:
+def test_150_connections_have_64_threads_and_wait_for_descriptors() -> None:
     with daemon(MACHINE) as started:
         client, idle, pid = started.client, started.uses(), started.process.pid
         with Crowd() as crowd:
-            many = crowd.come(client, places(1, 300))
+            many = crowd.come(client, places(1, 150))
             assert client.call("GET", "/").status == 200
             wait_for(lambda: started.uses()[0] == idle[0] + 63)
             assert sum(map(is_open, many)) == 63
