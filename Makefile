@@ -74,8 +74,7 @@ endif
 
 fuzz: $(VENV)/done ## invented requests and inputs; EXAMPLES=200, SEED=1
 	EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest $(PYTEST_ARGS) \
-		tests/test_properties.py --hypothesis-seed $(SEED)
-	$(BIN)/python tests/fuzz.py --examples $(EXAMPLES) --seed $(SEED)
+		tests/test_properties.py tests/fuzz.py --hypothesis-seed $(SEED)
 
 siege: $(VENV)/done ## the daemon under attack, 20 minutes; ATTACK=flood
 	$(BIN)/python tests/siege.py $(if $(ATTACK),"$(ATTACK)")
@@ -87,8 +86,8 @@ test-paramiko: $(VENV)/done ## what depends on paramiko; PARAMIKO=2.12.0
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS) tests/test_unlock.py \
 		tests/test_check.py tests/test_openwrt.py
 
-bench: .venv-bench/done ## waker beside other servers, 3 minutes, as root
-	.venv-bench/bin/python tests/bench.py
+bench: $(VENV)/done dist/waker ## waker beside an empty server and ssh, a minute, as root
+	$(BIN)/python tests/bench.py
 
 screenshots: $(VENV)/done ## the page in every state, into tests/screenshots
 	$(BIN)/python -m pytest --numprocesses 3 $(PYTEST_ARGS) -k every_state \
@@ -111,11 +110,6 @@ $(VENV)/run: tests/run_requirements.txt
 
 $(VENV)/done: tests/requirements.txt $(VENV)/run
 	$(PIP) -r $<
-	touch $@
-
-.venv-bench/done: tests/bench_requirements.txt
-	$(PYTHON) -m venv .venv-bench
-	.venv-bench/bin/pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
 .PHONY: always help demo run dist install install-program install-systemd install-procd \

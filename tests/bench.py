@@ -1,8 +1,7 @@
-"""waker beside other servers, every figure taken in the same run: `make bench`.
+"""waker beside an empty server and `ssh`, in the same run: `make bench`, as root.
 
-The others (peers.py) serve the same page under the same Python. All take turns in each
-round. A cell shows the median of the rounds and, after an x, the median of its ratios
-to the first row. Below each table is what waker promises, and whether it holds.
+They take turns in each round. A cell shows the median of the rounds and, after an x,
+the median of its ratios to the first row. Below each table is what waker promises.
 
 - start: from the spawn to the whole page
 - memory: the resident set at first, after 1,000 pages, and after an unlock
@@ -10,81 +9,75 @@ to the first row. Below each table is what waker promises, and whether it holds.
 - pages: as ApacheBench asks for them, 8 at a time, each over a new connection
 - unlock: from the start of the process to its end, with the same dropbear
 
-waker is the one file that `make dist` makes, which is compiled at each start; what the
-others import has bytecode. It wants root, for dropbear.
+waker is the one file that `make dist` makes, which is compiled at each start.
 
     python3 tests/bench.py [--rounds N] [PART ...]
 """
 
 import argparse
-import contextlib
 import os
 import platform
 import re
-import shutil
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from conftest import CHECKOUT, PASSPHRASE, PIN, Client, environment, make, need
+from conftest import CHECKOUT, MACHINE, PASSPHRASE, PIN, daemon, environment, need
 from cryptroot_unlock import Disks
-from ssh_servers import Initrd, dropbear, free_port, paramiko_server
+from ssh_servers import dropbear, paramiko_server
+
+Figures = Sequence[float]
+Row = tuple[str, Figures]  # of one round
 
 LOCAL = "127.0.0.1"
-SETTINGS = {
-    "WAKER_PIN": PIN,
-    "WAKER_HOMELAB_HOST": LOCAL,
-    "WAKER_HOMELAB_MAC": "52:54:00:12:34:56",
-}
-WAKER = "waker"
-# What follows `python` in a folder that has the programs; the first is the floor.
+SETTINGS = MACHINE | {"WAKER_PIN": PIN}
+EMPTY_SERVER = """
+import signal, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+with open("ui.html", "rb") as file:
+    PAGE = file.read()
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(PAGE)))
+        self.end_headers()
+        self.wfile.write(PAGE)
+
+    def log_message(self, *_):
+        pass
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+print("it listens on port", server.server_port, file=sys.stderr, flush=True)
+server.serve_forever()
+"""
 SERVERS = {
-    "http.server": ("-m", "peers", "http.server"),
-    WAKER: ("checkout/dist/waker",),
-    "aiohttp": ("-m", "peers", "aiohttp"),
-    "Flask on waitress": ("-m", "peers", "Flask"),
+    "http.server": (sys.executable, "-c", EMPTY_SERVER),
+    "waker": (sys.executable, str(CHECKOUT / "dist/waker")),
 }
 
 
 # ---- Shared with siege.py ------------------------------------------------------------
 
 
-@dataclass
-class Table:
-    """Figures of all rounds, by row; each row is compared to the first one."""
+def show_head(*columns: str) -> None:
+    print(f"\n| {' | '.join(columns)} |")
+    print("|---" * len(columns) + "|", flush=True)
 
-    columns: Sequence[str]
-    compares: bool = True
-    rows: dict[str, list[Sequence[float]]] = field(default_factory=dict)
 
-    def add(self, row: str, *figures: float) -> None:
-        """Note what was measured in a round."""
-        self.rows.setdefault(row, []).append(figures)
+def show_row(*cells: str) -> None:
+    print(f"| {' | '.join(cells)} |", flush=True)
 
-    def ratio(self, row: str, place: int = 0) -> float:
-        """Take the median of the ratios of each round."""
-        rounds = zip(self.rows[row], next(iter(self.rows.values())), strict=True)
-        return statistics.median(own[place] / other[place] for own, other in rounds)
 
-    def show_head(self, title: str) -> None:
-        print(f"\n| {title} | {' | '.join(self.columns)} |")
-        print("|---" * (1 + len(self.columns)) + "|", flush=True)
-
-    def show_row(self, row: str) -> None:
-        cells = []
-        for place, rounds in enumerate(zip(*self.rows[row], strict=True)):
-            median = statistics.median(rounds)
-            text = f"{median:,.{0 if median >= 100 or median % 1 == 0 else 1}f}"
-            if self.compares and row != next(iter(self.rows)):
-                text += f" x{self.ratio(row, place):.2f}"
-            cells.append(text)
-        print(f"| {row} | {' | '.join(cells)} |", flush=True)
+def figure(number: float) -> str:
+    return f"{number:,.{0 if number >= 100 or number % 1 == 0 else 1}f}"
 
 
 def rss(pid: int) -> float:
@@ -93,72 +86,38 @@ def rss(pid: int) -> float:
     return pages * os.sysconf("SC_PAGESIZE") / 1e6
 
 
-# ---- Parts ---------------------------------------------------------------------------
+# ---- Parts: what is measured of each server in each round ----------------------------
 
 
-@contextlib.contextmanager
-def serving(
-    folder: Path, name: str, settings: Mapping[str, str] = SETTINGS
-) -> Iterator[tuple[int, Client]]:
-    """Run a server; look every millisecond for its port. Yields its process id."""
-    port = free_port()
-    process = subprocess.Popen(
-        [sys.executable, *SERVERS[name]],
-        cwd=folder,
-        env=environment({**settings, "WAKER_LISTEN": f"{LOCAL}:{port}"}),
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline and process.poll() is None:
-            with contextlib.suppress(ConnectionRefusedError):
-                socket.create_connection((LOCAL, port)).close()
-                break
-            time.sleep(0.001)
-        yield process.pid, Client(port)
-    finally:
-        process.terminate()
-        process.wait(30)
+def start(_: Path, rounds: int) -> Iterator[Row]:
+    for name in list(SERVERS) * rounds:
+        began = time.perf_counter()
+        with daemon(SETTINGS, program=SERVERS[name]) as started:
+            assert started.client.call("GET", "/").status == 200
+            yield name, [(time.perf_counter() - began) * 1000]
 
 
-def start(folder: Path, rounds: int) -> Table:
-    table = Table(["ms to the first page"])
-    for number in range(rounds + 1):
-        for name in SERVERS:
-            began = time.perf_counter()
-            with serving(folder, name) as (_, client):
-                assert client.call("GET", "/").status == 200
-                if number:  # the first one is to have all files in memory
-                    table.add(name, (time.perf_counter() - began) * 1000)
-    return table
-
-
-def ask_for_pages(client: Client) -> float:
+def ask_for_pages(port: int) -> float:
     """Have ApacheBench ask for 1,000; returns how many came in a second."""
-    command = [need("ab"), "-q", "-l", "-n", "1000", "-c", "8"]
-    address = f"http://{LOCAL}:{client.port}/"
-    told = subprocess.check_output([*command, address], text=True, stderr=-3)
+    command = [need("ab"), "-q", "-l", "-n", "1000", "-c", "8", f"{LOCAL}:{port}/"]
+    told = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
     assert "Non-2xx responses" not in told, told
     return float(re.findall(r"Requests per second: +([\d.]+)", told)[0])
 
 
-def memory(folder: Path, rounds: int) -> Table:
-    table = Table(["MB at first", "after 1,000 pages", "waker: after an unlock"])
+def memory(folder: Path, rounds: int) -> Iterator[Row]:
     disks = Disks({"cryptroot": PASSPHRASE})
     with paramiko_server(folder, disks) as initrd:
         settings = SETTINGS | initrd.machine().settings()
         for name in list(SERVERS) * rounds:
             disks.save(initrd.state)
-            with serving(folder, name, settings) as (pid, client):
-                first = rss(pid)
-                ask_for_pages(client)
-                later = rss(pid)
-                if name == WAKER:
-                    body = {"passphrase": PASSPHRASE}
-                    answer = client.log_in().call("POST", "/api/unlock", body)
-                    assert answer.status == 200, answer.body
-                table.add(name, first, later, rss(pid))
-    return table
+            with daemon(settings, program=SERVERS[name]) as started:
+                figures = [rss(started.process.pid)]
+                ask_for_pages(started.client.port)
+                figures.append(rss(started.process.pid))
+                if name == "waker":
+                    assert started.client.log_in().unlock().status == 200
+                yield name, [*figures, rss(started.process.pid)]
 
 
 def switches(pid: int) -> int:
@@ -168,100 +127,105 @@ def switches(pid: int) -> int:
     return sum(map(int, re.findall(r"_switches:\t(\d+)", text)))
 
 
-def idle(folder: Path, _: int) -> Table:
-    table = Table(["wake-ups in 10 s"])
-    with serving(folder, WAKER) as (pid, client):
-        assert client.call("GET", "/").status == 200
+def idle(_: Path, rounds: int) -> Iterator[Row]:
+    with daemon(SETTINGS, program=SERVERS["waker"]) as started:
+        assert started.client.call("GET", "/").status == 200
         time.sleep(3)  # until the connection's thread has ended
-        before = switches(pid)
+        before = switches(started.process.pid)
         time.sleep(10)
-        table.add(WAKER, switches(pid) - before)
-    return table
+        yield "waker", [switches(started.process.pid) - before]
 
 
-def pages(folder: Path, rounds: int) -> Table:
-    table = Table(["a second"])
+def pages(_: Path, rounds: int) -> Iterator[Row]:
     for name in list(SERVERS) * rounds:
-        with serving(folder, name) as (_, client):
-            table.add(name, ask_for_pages(client))
-    return table
+        with daemon(SETTINGS, program=SERVERS[name]) as started:
+            yield name, [ask_for_pages(started.client.port)]
 
 
-def ssh_command(initrd: Initrd, folder: Path) -> list[str]:
-    """Write how OpenSSH unlocks, with the host key pinned."""
-    known = folder / "known_hosts"
-    known.write_text(f"[{LOCAL}]:{initrd.port} {initrd.host_key}\n")
-    options = [f"UserKnownHostsFile={known}", "StrictHostKeyChecking=yes"]
-    options += ["BatchMode=yes", "IdentitiesOnly=yes", "GlobalKnownHostsFile=none"]
-    command = [need("ssh"), "-F", "none", "-i", str(initrd.ssh_key)]
-    command += [word for option in options for word in ("-o", option)]
-    return [*command, "-p", str(initrd.port), f"root@{LOCAL}", "cryptroot-unlock"]
-
-
-def unlock(folder: Path, rounds: int) -> Table:
-    table = Table(["ms"])
+def unlock(folder: Path, rounds: int) -> Iterator[Row]:
     disks = Disks({"cryptroot": PASSPHRASE})
     with dropbear(folder, disks) as initrd:
-        env = environment(initrd.machine().settings())
+        known = folder / "known_hosts"
+        known.write_text(f"[{LOCAL}]:{initrd.port} {initrd.host_key}\n")
+        ssh = f"{need('ssh')} -F none -o UserKnownHostsFile={known} -o BatchMode=yes"
+        ssh += " -o StrictHostKeyChecking=yes -o GlobalKnownHostsFile=none"
+        ssh += f" -o IdentitiesOnly=yes -i {initrd.ssh_key} -p {initrd.port}"
         commands = {
-            "ssh": ssh_command(initrd, folder),
-            WAKER: [sys.executable, *SERVERS[WAKER], "unlock"],
+            "ssh": [*ssh.split(), f"root@{LOCAL}", "cryptroot-unlock"],
+            "waker": [*SERVERS["waker"], "unlock"],
         }
-        for name, command in list(commands.items()) * rounds:
+        env, given = environment(initrd.machine().settings()), PASSPHRASE.encode()
+        for name in list(commands) * rounds:
             disks.save(initrd.state)
-            given, began = PASSPHRASE.encode(), time.perf_counter()
-            subprocess.run(
-                command,
-                cwd=folder,
-                env=env,
-                input=given,
-                check=True,
-                capture_output=True,
+            began = time.perf_counter()
+            subprocess.check_output(
+                commands[name], env=env, input=given, stderr=subprocess.DEVNULL
             )
-            table.add(name, (time.perf_counter() - began) * 1000)
+            yield name, [(time.perf_counter() - began) * 1000]
             assert not Disks.load(initrd.state).locked
-    return table
 
 
-# Each part, what waker promises of it, and whether that holds.
-PARTS: dict[str, tuple[Callable[[Path, int], Table], str, Callable[[Table], bool]]] = {
-    "start": (start, "at most x1.8", lambda table: table.ratio(WAKER) <= 1.8),
+Part = tuple[
+    Callable[[Path, int], Iterator[Row]],
+    Sequence[str],  # what its columns show
+    str,  # what waker promises
+    Callable[[Figures, Figures], bool],  # whether its figures and their ratios keep it
+]
+PARTS: dict[str, Part] = {
+    "start": (
+        start,
+        ["ms to the first page"],
+        "at most x1.8",
+        lambda _, x: x[0] <= 1.8,
+    ),
     "memory": (
         memory,
+        ["MB at first", "after 1,000 pages", "waker: after an unlock"],
         "at most x1.4, and 1 MB more after an unlock",
-        lambda table: (
-            table.ratio(WAKER) <= 1.4
-            and all(last - first <= 1 for first, _, last in table.rows[WAKER])
-        ),
+        lambda mb, x: x[0] <= 1.4 and mb[2] - mb[0] <= 1,
     ),
-    "idle": (idle, "none", lambda table: table.rows[WAKER] == [(0,)]),
-    "pages": (pages, "at least x0.9", lambda table: table.ratio(WAKER) >= 0.9),
-    "unlock": (unlock, "at most x2", lambda table: table.ratio(WAKER) <= 2),
+    "idle": (idle, ["wake-ups in 10 s"], "none", lambda count, _: count[0] == 0),
+    "pages": (pages, ["a second"], "at least x0.9", lambda _, x: x[0] >= 0.9),
+    "unlock": (unlock, ["ms"], "at most x2", lambda _, x: x[0] <= 2),
 }
 
 
+def medians(rounds: Iterable[Figures]) -> list[float]:
+    return [statistics.median(column) for column in zip(*rounds, strict=True)]
+
+
+def show_part(name: str, folder: Path, rounds: int) -> bool:
+    """Measure a part and print its table, waker last. Is all as it is promised?"""
+    measure, columns, promise, keeps = PARTS[name]
+    rows: dict[str, list[Figures]] = {}
+    for row, figures in measure(folder, rounds):
+        rows.setdefault(row, []).append(figures)
+    show_head(name, *columns)
+    (floor, first), *others = rows.items()
+    middle = medians(first)
+    ratios: list[float] = []
+    show_row(floor, *map(figure, middle))
+    for row, found in others:
+        pairs = zip(found, first, strict=True)
+        ratios = medians([x / y for x, y in zip(*pair, strict=True)] for pair in pairs)
+        middle = medians(found)
+        cells = zip(map(figure, middle), ratios, strict=True)
+        show_row(row, *(f"{cell} x{ratio:.2f}" for cell, ratio in cells))
+    kept = keeps(middle, ratios)
+    print(f"\npromised: {promise}: {'holds' if kept else 'FAILS'}")
+    return kept
+
+
 def main() -> int:
-    """Print the tables, and whether the promises hold."""
     parser = argparse.ArgumentParser(description="Measure waker beside other servers.")
     parser.add_argument("--rounds", type=int, default=7, metavar="N")
-    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART")
     arguments = parser.parse_args()
     print(os.cpu_count(), "processors,", "Python", platform.python_version())
-    kept = True
-    with tempfile.TemporaryDirectory(prefix="waker-bench-") as name:
-        folder = Path(name)
-        shutil.copy(CHECKOUT / "ui.html", folder)
-        shutil.copy(Path(__file__).with_name("peers.py"), folder)
-        make(folder / "checkout", "dist")
-        for part in arguments.parts or PARTS:
-            measure, promise, holds = PARTS[part]
-            table = measure(folder, arguments.rounds)
-            table.show_head(part)
-            for row in table.rows:
-                table.show_row(row)
-            kept = kept and holds(table)
-            print(f"\npromised: {promise}: {'holds' if holds(table) else 'FAILS'}")
-    return 0 if kept else 1
+    with tempfile.TemporaryDirectory() as name:
+        folder, rounds = Path(name), arguments.rounds
+        kept = [show_part(part, folder, rounds) for part in arguments.parts]
+    return 0 if all(kept) else 1
 
 
 if __name__ == "__main__":
