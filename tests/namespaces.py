@@ -10,10 +10,10 @@ import itertools
 import os
 import socket
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import pytest
 from conftest import need, need_root
@@ -30,16 +30,10 @@ def ip(arguments: str) -> None:
     subprocess.run([need("ip"), *arguments.split()], check=True, capture_output=True)
 
 
-class Namespace:
+class Namespace(NamedTuple):
     """A host."""
 
-    def __init__(self) -> None:
-        self.name = f"waker-{os.getpid()}-{next(NUMBERS)}"
-        ip(f"netns add {self.name}")
-        ip(f"-n {self.name} link set lo up")
-
-    def close(self) -> None:
-        ip(f"netns del {self.name}")
+    name: str
 
     def command(self) -> list[str]:
         """Tell what to put before a command that is to run here."""
@@ -47,68 +41,53 @@ class Namespace:
 
     def run(self, function: Callable[[], T]) -> T:
         """Call a function in a thread that has moved here."""
-        results: list[T] = []
-        errors: list[BaseException] = []
 
-        def moved() -> None:
-            try:
-                with Path(f"/run/netns/{self.name}").open() as place:
-                    libc = ctypes.CDLL(None, use_errno=True)
-                    if libc.setns(place.fileno(), CLONE_NEWNET):
-                        raise OSError(ctypes.get_errno(), "setns")
-                results.append(function())
-            except BaseException as error:  # noqa: BLE001 - raised again, below
-                errors.append(error)
+        def move() -> None:
+            with Path(f"/run/netns/{self.name}").open() as place:
+                libc = ctypes.CDLL(None, use_errno=True)
+                if libc.setns(place.fileno(), CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), "setns")
 
-        thread = threading.Thread(target=moved)
-        thread.start()
-        thread.join()
-        if errors:
-            raise errors[0]
-        return results[0]
+        with ThreadPoolExecutor(1, initializer=move) as thread:
+            return thread.submit(function).result()
 
     def capture(self) -> socket.socket:
         """Hear every frame that arrives at this host."""
-
-        def listen() -> socket.socket:
-            packets = socket.socket(
-                socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(ETH_P_ALL)
-            )
-            packets.settimeout(0.3)
-            return packets
-
-        return self.run(listen)
+        kind, protocol = socket.SOCK_DGRAM, socket.htons(ETH_P_ALL)
+        packets = self.run(lambda: socket.socket(socket.AF_PACKET, kind, protocol))
+        packets.settimeout(0.3)
+        return packets
 
 
 def wire(one: Namespace, name: str, address: str, other: Namespace, far: str) -> None:
     """Lay a cable between two hosts; `name` is the interface at the first one."""
     ip(f"link add {name} netns {one.name} type veth peer name eth0 netns {other.name}")
-    ip(f"-n {one.name} addr add {address} brd + dev {name}")
-    ip(f"-n {other.name} addr add {far} brd + dev eth0")
-    ip(f"-n {one.name} link set {name} up")
-    ip(f"-n {other.name} link set eth0 up")
+    for place, own, end in ((one, address, name), (other, far, "eth0")):
+        ip(f"-n {place.name} addr add {own} brd + dev {end}")
+        ip(f"-n {place.name} link set {end} up")
 
 
 def udp_packets(capture: socket.socket) -> list[tuple[str, bytes]]:
     """Read what has arrived: the destination and the payload of each UDP packet."""
     found = []
-    try:
-        while True:
-            packet = capture.recv(2048)
+    with contextlib.suppress(TimeoutError):
+        while packet := capture.recv(2048):
             if packet[:1] == b"\x45" and packet[9] == socket.IPPROTO_UDP:
                 port = int.from_bytes(packet[22:24], "big")
                 found.append((f"{socket.inet_ntoa(packet[16:20])}:{port}", packet[28:]))
-    except TimeoutError:
-        return found
+    return found
 
 
 @contextlib.contextmanager
 def hosts(count: int) -> Iterator[list[Namespace]]:
     need_root()
     with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(contextlib.closing(Namespace())) for _ in range(count)
-        ]
+        made = [Namespace(f"waker-{os.getpid()}-{next(NUMBERS)}") for _ in range(count)]
+        for host in made:
+            ip(f"netns add {host.name}")
+            stack.callback(ip, f"netns del {host.name}")
+            ip(f"-n {host.name} link set lo up")
+        yield made
 
 
 @pytest.fixture
