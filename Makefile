@@ -77,7 +77,7 @@ fuzz: $(VENV)/done ## invented requests and inputs; EXAMPLES=200, SEED=1
 		tests/test_properties.py tests/fuzz.py --hypothesis-seed $(SEED)
 
 siege: $(VENV)/done ## the daemon under attack, 20 minutes; ATTACK=flood
-	$(BIN)/python tests/siege.py $(if $(ATTACK),"$(ATTACK)")
+	$(BIN)/python tests/siege.py 3 $(if $(ATTACK),"$(ATTACK)")
 
 test-vm: $(VENV)/done ## real machines with encrypted disks in QEMU, as root
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --numprocesses 2 --maxschedchunk 1 tests/vm

@@ -1,20 +1,19 @@
 """waker beside an empty server and `ssh`, in the same run: `make bench`, as root.
 
 They take turns in each round. A cell shows the median of the rounds and, after an x,
-the median of its ratios to the first row. Below each table is what waker promises.
+the median of its ratios to the first row. Below the tables is what waker promises.
 
-- start: from the spawn to the whole page
-- memory: the resident set at first, after 1,000 pages, and after an unlock
-- idle: how often any thread of the daemon was switched to, in 10 s without a request
+- the start: from the spawn to the whole page
+- MB: the resident set
 - pages: as ApacheBench asks for them, 8 at a time, each over a new connection
-- unlock: from the start of the process to its end, with the same dropbear
+- an unlock: from the start of the process to its end, with the same dropbear
+- a wake-up: any thread of the daemon was switched to
 
 waker is the one file that `make dist` makes, which is compiled at each start.
 
-    python3 tests/bench.py [--rounds N] [PART ...]
+    python3 tests/bench.py [ROUNDS]
 """
 
-import argparse
 import os
 import platform
 import re
@@ -23,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from conftest import CHECKOUT, MACHINE, PASSPHRASE, PIN, daemon, environment, need
@@ -86,15 +85,7 @@ def rss(pid: int) -> float:
     return pages * os.sysconf("SC_PAGESIZE") / 1e6
 
 
-# ---- Parts: what is measured of each server in each round ----------------------------
-
-
-def start(_: Path, rounds: int) -> Iterator[Row]:
-    for name in list(SERVERS) * rounds:
-        began = time.perf_counter()
-        with daemon(SETTINGS, program=SERVERS[name]) as started:
-            assert started.client.call("GET", "/").status == 200
-            yield name, [(time.perf_counter() - began) * 1000]
+# ---- What is measured ----------------------------------------------------------------
 
 
 def ask_for_pages(port: int) -> float:
@@ -105,41 +96,21 @@ def ask_for_pages(port: int) -> float:
     return float(re.findall(r"Requests per second: +([\d.]+)", told)[0])
 
 
-def memory(folder: Path, rounds: int) -> Iterator[Row]:
+def serve(folder: Path, rounds: int) -> Iterator[Row]:
     disks = Disks({"cryptroot": PASSPHRASE})
     with paramiko_server(folder, disks) as initrd:
         settings = SETTINGS | initrd.machine().settings()
         for name in list(SERVERS) * rounds:
             disks.save(initrd.state)
+            began = time.perf_counter()
             with daemon(settings, program=SERVERS[name]) as started:
-                figures = [rss(started.process.pid)]
-                ask_for_pages(started.client.port)
-                figures.append(rss(started.process.pid))
+                pid, client = started.process.pid, started.client
+                assert client.call("GET", "/").status == 200
+                figures = [(time.perf_counter() - began) * 1000, rss(pid)]
+                figures += [ask_for_pages(client.port), rss(pid)]
                 if name == "waker":
-                    assert started.client.log_in().unlock().status == 200
-                yield name, [*figures, rss(started.process.pid)]
-
-
-def switches(pid: int) -> int:
-    """Read how often the threads of a process were switched to."""
-    paths = Path(f"/proc/{pid}/task").glob("*/status")
-    text = "".join(path.read_text() for path in paths)
-    return sum(map(int, re.findall(r"_switches:\t(\d+)", text)))
-
-
-def idle(_: Path, rounds: int) -> Iterator[Row]:
-    with daemon(SETTINGS, program=SERVERS["waker"]) as started:
-        assert started.client.call("GET", "/").status == 200
-        time.sleep(3)  # until the connection's thread has ended
-        before = switches(started.process.pid)
-        time.sleep(10)
-        yield "waker", [switches(started.process.pid) - before]
-
-
-def pages(_: Path, rounds: int) -> Iterator[Row]:
-    for name in list(SERVERS) * rounds:
-        with daemon(SETTINGS, program=SERVERS[name]) as started:
-            yield name, [ask_for_pages(started.client.port)]
+                    assert client.log_in().unlock().status == 200
+                yield name, [*figures, rss(pid)]
 
 
 def unlock(folder: Path, rounds: int) -> Iterator[Row]:
@@ -165,68 +136,61 @@ def unlock(folder: Path, rounds: int) -> Iterator[Row]:
             assert not Disks.load(initrd.state).locked
 
 
-Part = tuple[
-    Callable[[Path, int], Iterator[Row]],
-    Sequence[str],  # what its columns show
-    str,  # what waker promises
-    Callable[[Figures, Figures], bool],  # whether its figures and their ratios keep it
-]
-PARTS: dict[str, Part] = {
-    "start": (
-        start,
-        ["ms to the first page"],
-        "at most x1.8",
-        lambda _, x: x[0] <= 1.8,
-    ),
-    "memory": (
-        memory,
-        ["MB at first", "after 1,000 pages", "waker: after an unlock"],
-        "at most x1.4, and 1 MB more after an unlock",
-        lambda mb, x: x[0] <= 1.4 and mb[2] - mb[0] <= 1,
-    ),
-    "idle": (idle, ["wake-ups in 10 s"], "none", lambda count, _: count[0] == 0),
-    "pages": (pages, ["a second"], "at least x0.9", lambda _, x: x[0] >= 0.9),
-    "unlock": (unlock, ["ms"], "at most x2", lambda _, x: x[0] <= 2),
-}
+def count_wakeups(seconds: int) -> int:
+    """Count how often the threads of an idle daemon are switched to."""
+    counts = []
+    with daemon(SETTINGS, program=SERVERS["waker"]) as started:
+        assert started.client.call("GET", "/").status == 200
+        for pause in (3, seconds, 0):  # the connection's thread ends in the first one
+            time.sleep(pause)
+            paths = Path(f"/proc/{started.process.pid}/task").glob("*/status")
+            text = "".join(path.read_text() for path in paths)
+            counts.append(sum(map(int, re.findall(r"_switches:\t(\d+)", text))))
+    return counts[1] - counts[0]
 
 
 def medians(rounds: Iterable[Figures]) -> list[float]:
     return [statistics.median(column) for column in zip(*rounds, strict=True)]
 
 
-def show_part(name: str, folder: Path, rounds: int) -> bool:
-    """Measure a part and print its table, waker last. Is all as it is promised?"""
-    measure, columns, promise, keeps = PARTS[name]
-    rows: dict[str, list[Figures]] = {}
-    for row, figures in measure(folder, rounds):
-        rows.setdefault(row, []).append(figures)
-    show_head(name, *columns)
-    (floor, first), *others = rows.items()
-    middle = medians(first)
-    ratios: list[float] = []
-    show_row(floor, *map(figure, middle))
-    for row, found in others:
-        pairs = zip(found, first, strict=True)
-        ratios = medians([x / y for x, y in zip(*pair, strict=True)] for pair in pairs)
-        middle = medians(found)
-        cells = zip(map(figure, middle), ratios, strict=True)
-        show_row(row, *(f"{cell} x{ratio:.2f}" for cell, ratio in cells))
-    kept = keeps(middle, ratios)
-    print(f"\npromised: {promise}: {'holds' if kept else 'FAILS'}")
-    return kept
+def show_table(*columns: str, rows: Iterator[Row]) -> tuple[Figures, Figures]:
+    """Print two rows; returns the figures of the second one, and their ratios."""
+    found: dict[str, list[Figures]] = {}
+    for name, figures in rows:
+        found.setdefault(name, []).append(figures)
+    (floor, first), (name, second) = found.items()
+    show_head(*columns)
+    show_row(floor, *map(figure, medians(first)))
+    pairs = zip(second, first, strict=True)
+    ratios = medians([x / y for x, y in zip(*pair, strict=True)] for pair in pairs)
+    cells = zip(map(figure, medians(second)), ratios, strict=True)
+    show_row(name, *(f"{cell} x{ratio:.2f}" for cell, ratio in cells))
+    return medians(second), ratios
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Measure waker beside other servers.")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N")
-    parser.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART")
-    arguments = parser.parse_args()
+def main(rounds: int) -> int:
+    """Print tables and promises; returns 0 if all is as it is promised."""
     print(os.cpu_count(), "processors,", "Python", platform.python_version())
+    columns = ["server", "ms to the first page", "MB", "pages a second"]
+    columns += ["MB after 1,000", "MB after an unlock (waker)"]
     with tempfile.TemporaryDirectory() as name:
-        folder, rounds = Path(name), arguments.rounds
-        kept = [show_part(part, folder, rounds) for part in arguments.parts]
-    return 0 if all(kept) else 1
+        folder = Path(name)
+        figures, ratios = show_table(*columns, rows=serve(folder, rounds))
+        _, (slower,) = show_table("unlock", "ms", rows=unlock(folder, rounds))
+    promises = {
+        "the first page after at most x1.8": ratios[0] <= 1.8,
+        "at most x1.4 of the memory": ratios[1] <= 1.4,
+        "at least x0.9 of the pages": ratios[2] >= 0.9,
+        "after an unlock, at most 1 MB more than at first": figures[4] - figures[1]
+        <= 1,
+        "an unlock in at most x2": slower <= 2,
+        "no wake-up in 10 s without a request": count_wakeups(10) == 0,
+    }
+    show_head("waker promises", "it")
+    for promise, kept in promises.items():
+        show_row(promise, "holds" if kept else "FAILS")
+    return 0 if all(promises.values()) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(int((sys.argv[1:] or ["7"])[0])))
