@@ -76,7 +76,7 @@ fuzz: $(VENV)/done ## invented requests and inputs; EXAMPLES=200, SEED=1
 	EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest $(PYTEST_ARGS) \
 		tests/test_properties.py tests/fuzz.py --hypothesis-seed $(SEED)
 
-siege: $(VENV)/done ## the daemon under attack, 20 minutes; ATTACK=flood
+siege: $(VENV)/done ## the daemon under attack, 15 minutes; ATTACK=heads
 	$(BIN)/python tests/siege.py 3 $(if $(ATTACK),"$(ATTACK)")
 
 test-vm: $(VENV)/done ## real machines with encrypted disks in QEMU, as root
