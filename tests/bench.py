@@ -1,15 +1,9 @@
 """waker beside an empty server and `ssh`, in the same run: `make bench`, as root.
 
 They take turns in each round. A cell shows the median of the rounds and, after an x,
-the median of its ratios to the first row. Below the tables is what waker promises.
-
-- the start: from the spawn to the whole page
-- MB: the resident set
-- pages: as ApacheBench asks for them, 8 at a time, each over a new connection
-- an unlock: from the start of the process to its end, with the same dropbear
-- a wake-up: any thread of the daemon was switched to
-
-waker is the one file that `make dist` makes, which is compiled at each start.
+the median of its ratios to the first row. Times begin with the start of the process;
+MB are its resident set. ApacheBench asks for 8 pages at a time. waker is the one file
+that `make dist` makes, which is compiled at each start.
 
     python3 tests/bench.py [ROUNDS]
 """
@@ -39,18 +33,16 @@ import signal, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 with open("ui.html", "rb") as file:
-    PAGE = file.read()
+    page = file.read()
 
 class Handler(BaseHTTPRequestHandler):
+    log_message = lambda *_: None
+
     def do_GET(self):
         self.send_response(200)
-        self.send_header("Content-Type", "text/html")
-        self.send_header("Content-Length", str(len(PAGE)))
+        self.send_header("Content-Length", str(len(page)))
         self.end_headers()
-        self.wfile.write(PAGE)
-
-    def log_message(self, *_):
-        pass
+        self.wfile.write(page)
 
 signal.signal(signal.SIGTERM, lambda *_: sys.exit())
 server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -61,9 +53,6 @@ SERVERS = {
     "http.server": (sys.executable, "-c", EMPTY_SERVER),
     "waker": (sys.executable, str(CHECKOUT / "dist/waker")),
 }
-
-
-# ---- Shared with siege.py ------------------------------------------------------------
 
 
 def show_head(*columns: str) -> None:
@@ -83,9 +72,6 @@ def rss(pid: int) -> float:
     """Read the resident set of a process, in MB."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGESIZE") / 1e6
-
-
-# ---- What is measured ----------------------------------------------------------------
 
 
 def ask_for_pages(port: int) -> float:

@@ -30,6 +30,8 @@ SETTINGS = {
 # description has its text.
 CONFIG = """
 hooks = "fuzz"
+continue-on-failure = true
+generation.database = "none"
 auth.openapi.token.bearer = "${TOKEN}"
 checks.negative_data_rejection.expected-statuses = [400, 401, 413, 415]
 
@@ -53,27 +55,22 @@ def before_call(_: object, case: Any, __: object) -> None:
 def test_it_does_what_its_description_says(
     lab: Homelab, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    config = tmp_path / "schemathesis.toml"
-    config.write_text(CONFIG)
+    (tmp_path / "schemathesis.toml").write_text(CONFIG)
     with daemon(lab.settings() | SETTINGS) as started:
-        client, stderr = (
-            started.client.log_in(SETTINGS["WAKER_PIN"]),
-            started.process.stderr,
-        )
-        reader = threading.Thread(target=started.log.extend, args=[stderr])
+        client = started.client.log_in(SETTINGS["WAKER_PIN"])
+        arguments = [started.process.stderr]  # a pipe, which must not become full
+        reader = threading.Thread(target=started.log.extend, args=arguments)
         reader.start()
         command = [
             sys.executable,
             "-m",
             "schemathesis.cli",
-            "--config-file",
-            config.name,
+            "run",
+            f"{HERE}/openapi.yaml",
         ]
-        command += ["run", str(HERE / "openapi.yaml"), "--checks", "all"]
-        command += ["--url", f"http://{client.host}:{client.port}"]
+        command += ["--url", f"http://{client.host}:{client.port}", "--checks", "all"]
         command += ["--seed", str(pytestconfig.getoption("--hypothesis-seed"))]
         command += ["--max-examples", str(pytestconfig.getoption("--examples"))]
-        command += ["--continue-on-failure", "--generation-database", "none"]
         env = os.environ | {"PYTHONPATH": str(HERE), "TOKEN": client.token}
         subprocess.run(command, cwd=tmp_path, env=env, check=True)
         client.status()  # the token is alive, so what is behind it was tested

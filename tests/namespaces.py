@@ -6,8 +6,7 @@ there, whoever uses them later.
 
 import contextlib
 import ctypes
-import itertools
-import os
+import secrets
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
@@ -22,7 +21,6 @@ T = TypeVar("T")
 
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 ETH_P_ALL = 0x0003  # linux/if_ether.h
-NUMBERS = itertools.count()
 
 
 def ip(arguments: str) -> None:
@@ -82,7 +80,7 @@ def udp_packets(capture: socket.socket) -> list[tuple[str, bytes]]:
 def hosts(count: int) -> Iterator[list[Namespace]]:
     need_root()
     with contextlib.ExitStack() as stack:
-        made = [Namespace(f"waker-{os.getpid()}-{next(NUMBERS)}") for _ in range(count)]
+        made = [Namespace(f"waker-{secrets.token_hex(6)}") for _ in range(count)]
         for host in made:
             ip(f"netns add {host.name}")
             stack.callback(ip, f"netns del {host.name}")

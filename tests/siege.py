@@ -37,7 +37,7 @@ from typing import NamedTuple
 from bench import LOCAL, SETTINGS, Figures, figure, rss, show_head, show_row
 from certificate import new_certificate
 from conftest import daemon, need
-from namespaces import hosts, ip, wire
+from namespaces import Namespace, hosts, ip, wire
 
 Begin = Callable[[], Callable[[], None]]  # begins an attack; returns how to end it
 Where = tuple[str, int]
@@ -66,47 +66,62 @@ def record_hello(group: str) -> bytes:
                 return tcp.recv(65536)
 
 
-# What a connection sends at first, and what every second after it; if nothing, it reads
-# a byte a second.
-KINDS = {
-    "slow heads": (GET, b"X: y\r\n"),
-    "slow bodies": (POST + b"Content-Length: 16384\r\n\r\n", b"x"),
-    "answers hardly read": (GET + b"\r\n", b""),
-    "garbage and stay": (b"\x01\x02\x03\x04", b"\x01"),
-    "silent connections": (b"", b""),
-    "stalled handshakes": (record_hello("X25519")[:100], b""),
-    "costly hellos, 20 a second": (record_hello("ffdhe8192"), b"x"),  # each in 4 s
-}
-
-
 class Attack(NamedTuple):
     """What is done, by how many connections, from how many addresses."""
 
     kind: str
+    first: bytes  # what a connection sends
+    drip: bytes  # what it sends every second after it; if nothing, it reads a byte
     number: int
     addresses: int
     seconds: float  # that the owner waits longer at most, as promised
 
+    def __str__(self) -> str:
+        return f"{self.number:,} {self.kind}, from {self.addresses:,}"
 
-def floods(*kinds: str) -> list[Attack]:
+
+def floods(kind: str, first: bytes = b"", drip: bytes = b"") -> list[Attack]:
     sizes = (1000, 1), (4000, 3)
-    return [Attack(kind, n, n, seconds) for kind in kinds for n, seconds in sizes]
+    return [Attack(kind, first, drip, n, n, seconds) for n, seconds in sizes]
 
 
-async def keep_open(kind: str, where: Where, source: str, delay: float) -> None:
-    """Keep one connection open from then on."""
-    await asyncio.sleep(delay)
-    loop, (first, drip) = asyncio.get_running_loop(), KINDS[kind]
+HELLO = record_hello("ffdhe8192")
+QUIET = Attack("connections", b"", b"", 0, 0, 0)
+EVERYWHERE = [
+    *floods("silent connections"),
+    *floods("garbage and stay", b"\x01\x02\x03\x04", b"\x01"),
+]
+NEAR = [
+    QUIET,
+    *floods("slow heads", GET, b"X: y\r\n"),
+    *floods("slow bodies", POST + b"Content-Length: 16384\r\n\r\n", b"x"),
+    *floods("answers hardly read", GET + b"\r\n"),
+    Attack("garbage and stay", b"\x01\x02\x03\x04", b"\x01", 72, 3, 1),
+    *EVERYWHERE,
+]
+FAR = [
+    QUIET,
+    Attack("costly hellos, each in 4 s", HELLO, b"x", 80, 80, 0.5),
+    *floods("stalled handshakes", HELLO[:100]),
+    *EVERYWHERE,
+]
+
+
+async def keep_open(attack: Attack, where: Where, number: int) -> None:
+    """Keep one of its connections open."""
+    loop, net = asyncio.get_running_loop(), "127.1" if where[0] == LOCAL else "10.3"
+    address = number % attack.addresses
+    await asyncio.sleep(number / attack.number)
     while True:
         with socket.socket() as tcp, contextlib.suppress(OSError):
             tcp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-            tcp.bind((source, 0))
+            tcp.bind((f"{net}.{address // 250}.{1 + address % 250}", 0))
             tcp.setblocking(False)
             await loop.sock_connect(tcp, where)
-            tcp.send(first)
-            while drip or await loop.sock_recv(tcp, 1):
+            tcp.send(attack.first)
+            while attack.drip or await loop.sock_recv(tcp, 1):
                 await asyncio.sleep(1)
-                tcp.send(drip)
+                tcp.send(attack.drip)
         await asyncio.sleep(2)
 
 
@@ -114,12 +129,7 @@ async def assault(attack: Attack, where: Where) -> None:
     """Attack until this process is killed."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    net = "127.1" if where[0] == LOCAL else "10.3"
-    sources = [f"{net}.{n // 250}.{1 + n % 250}" for n in range(attack.addresses)]
-    async with asyncio.TaskGroup() as group:
-        for n in range(attack.number):
-            source, delay = sources[n % attack.addresses], n / attack.number
-            group.create_task(keep_open(attack.kind, where, source, delay))
+    await asyncio.gather(*(keep_open(attack, where, n) for n in range(attack.number)))
 
 
 def begin(work: Callable[[], Coroutine[None, None, None]]) -> Callable[[], None]:
@@ -178,10 +188,12 @@ def near(attack: Attack) -> Figures:
         return besiege(started.process.pid, attacking, where)
 
 
-def plug_in() -> io.FileIO:
-    """Make a network interface whose packets we carry."""
-    tun = io.FileIO("/dev/net/tun", "r+")
+def plug_in(place: Namespace, address: str) -> io.FileIO:
+    """Give a host a network interface whose packets we carry."""
+    tun = place.run(lambda: io.FileIO("/dev/net/tun", "r+"))
     fcntl.ioctl(tun, TUNSETIFF, struct.pack("16sH22x", b"long", IFF_TUN))
+    ip(f"-n {place.name} address add {address} dev long")
+    ip(f"-n {place.name} link set long up")
     return tun
 
 
@@ -202,52 +214,39 @@ async def carry(*ends: io.FileIO) -> None:
 
 def far(attack: Attack) -> Figures:
     """Attack over TLS, with an owner in another network, 250 ms away."""
-    with contextlib.ExitStack() as stack:
-        box, attacker, home = stack.enter_context(hosts(3))
+    with (
+        hosts(3) as (box, attacker, home),
+        plug_in(box, "10.2.0.1/24") as here,
+        plug_in(home, "10.2.0.2/24") as there,
+        TemporaryDirectory() as folder,
+    ):
         wire(box, "bad", "10.1.0.1/16", attacker, "10.1.0.2/16")
         # The attacker's addresses are on its loopback, and routed to it.
         ip(f"-n {attacker.name} route add local 10.3.0.0/16 dev lo")
         ip(f"-n {box.name} route add 10.3.0.0/16 via 10.1.0.2")
-        ends = [stack.enter_context(place.run(plug_in)) for place in (box, home)]
-        for place, address in ((box, "10.2.0.1/24"), (home, "10.2.0.2/24")):
-            ip(f"-n {place.name} address add {address} dev long")
-            ip(f"-n {place.name} link set long up")
-        certificate = new_certificate(Path(stack.enter_context(TemporaryDirectory())))
+        certificate = new_certificate(Path(folder))
         tls = ssl.create_default_context(cafile=str(certificate.cert))
         tls.check_hostname = False
         settings = SETTINGS | certificate.settings() | {"WAKER_LISTEN": "[::]:0"}
-        started = stack.enter_context(daemon(settings, *LIMIT, *box.command()))
-        stack.callback(begin(partial(carry, *ends)))
-        pid, port = started.process.pid, started.client.port
-        work = partial(assault, attack, ("10.1.0.1", port))
-        attacking = partial(attacker.run, partial(begin, work))
-        return home.run(lambda: besiege(pid, attacking, ("10.2.0.1", port), tls))
-
-
-QUIET = Attack("silent connections", 0, 0, 0)
-NEAR = [
-    QUIET,
-    *floods("slow heads", "slow bodies", "answers hardly read", "silent connections"),
-    Attack("garbage and stay", 72, 3, 1),
-    *floods("garbage and stay"),
-]
-FAR = [
-    QUIET,
-    Attack("costly hellos, 20 a second", 80, 80, 0.5),
-    *floods("silent connections", "garbage and stay", "stalled handshakes"),
-]
+        end_carrying = begin(partial(carry, here, there))
+        with daemon(settings, *LIMIT, *box.command()) as started:
+            pid, port = started.process.pid, started.client.port
+            work = partial(assault, attack, ("10.1.0.1", port))
+            attacking = partial(attacker.run, partial(begin, work))
+            figures = home.run(lambda: besiege(pid, attacking, ("10.2.0.1", port), tls))
+        end_carrying()
+        return figures
 
 
 def main(times: int, names: list[str]) -> int:
     """Print the tables; returns 0 if all is as it is promised."""
     broken = 0
-    tables = ("attack", near, NEAR), ("attack, TLS, 250 ms away", far, FAR)
-    for title, measure, attacks in tables:
+    for measure, attacks in ((near, NEAR), (far, FAR)):
+        title = "attack, TLS, 250 ms away" if measure is far else "attack"
         show_head(title, "p50 ms", "worst ms", "lost", "MB more", "threads", "promised")
         usual = 0.0  # ms at worst, without an attack
         for attack in attacks:
-            name = f"{attack.number:,} {attack.kind}, from {attack.addresses:,}"
-            if attack.number and names and not any(part in name for part in names):
+            if attack.number and not any(name in str(attack) for name in names):
                 continue
             rounds = [measure(attack) for _ in range(times)]
             figures = [max(column) for column in zip(*rounds, strict=True)]
@@ -256,11 +255,11 @@ def main(times: int, names: list[str]) -> int:
             most = usual + 1000 * attack.seconds
             kept = worst <= most and lost == 0 and memory <= 8
             promise = f"{figure(most)} ms, 0, 8 MB: {'holds' if kept else 'FAILS'}"
-            show_row(name, *map(figure, figures), promise)
+            show_row(str(attack), *map(figure, figures), promise)
             broken += not kept
     return min(broken, 1)
 
 
 if __name__ == "__main__":
     times, *names = sys.argv[1:] or ["3"]
-    sys.exit(main(int(times), names))
+    sys.exit(main(int(times), names or [""]))
