@@ -102,6 +102,7 @@ NEAR = [
 FAR = [
     QUIET,
     Attack("costly hellos, each in 4 s", HELLO, b"x", 80, 80, 0.5),
+    Attack("stalled handshakes", HELLO[:100], b"", 200, 200, 1),
     *floods("stalled handshakes", HELLO[:100]),
     *EVERYWHERE,
 ]
