@@ -61,16 +61,10 @@ def test_it_does_what_its_description_says(
         arguments = [started.process.stderr]  # a pipe, which must not become full
         reader = threading.Thread(target=started.log.extend, args=arguments)
         reader.start()
-        command = [
-            sys.executable,
-            "-m",
-            "schemathesis.cli",
-            "run",
-            f"{HERE}/openapi.yaml",
-        ]
-        command += ["--url", f"http://{client.host}:{client.port}", "--checks", "all"]
+        command = [sys.executable, "-m", "schemathesis.cli", "run", "--checks", "all"]
+        command += [f"{HERE}/openapi.yaml", "--url", f"http://127.0.0.1:{client.port}"]
         command += ["--seed", str(pytestconfig.getoption("--hypothesis-seed"))]
-        command += ["--max-examples", str(pytestconfig.getoption("--examples"))]
+        command += ["--max-examples", os.environ["EXAMPLES"]]
         env = os.environ | {"PYTHONPATH": str(HERE), "TOKEN": client.token}
         subprocess.run(command, cwd=tmp_path, env=env, check=True)
         client.status()  # the token is alive, so what is behind it was tested
