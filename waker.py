@@ -1152,6 +1152,7 @@ class Gate:
         self._lock = threading.Lock()
         self._times: OrderedDict[str, deque[float]] = OrderedDict()  # by last attempt
         self._ends: dict[bytes, float] = {}  # of tokens, the oldest first
+        self.owners: deque[str] = deque(maxlen=TOKENS)  # names that gave the right PIN
 
     def count(self, client: str, now: float) -> None:
         """Count an attempt. Raises: Fault 429 with Retry-After."""
@@ -1288,8 +1289,8 @@ def post_auth(app: App, request: Request) -> Response:
     if not right:
         raise Fault(401, "Wrong PIN", ("WWW-Authenticate", "Bearer"))
     log(f"ip={request.client} PIN accepted")
-    token = app.gate.issue(request.now)
-    return Response({"token": token, "expires_in": TOKEN_SECONDS})
+    app.gate.owners.append(counted_as(request.client))
+    return Response({"token": app.gate.issue(request.now), "expires_in": TOKEN_SECONDS})
 
 
 def get_status(app: App, request: Request) -> Response:
@@ -1540,9 +1541,7 @@ class Handler(BaseHTTPRequestHandler):
             except Fault as fault:
                 received = fault
             except TimeoutError:
-                received = Fault(
-                    408, f"The request took longer than {CLIENT_SECONDS} s"
-                )
+                received = Fault(408, f"The request took over {CLIENT_SECONDS} s")
             connection.mark(waits=False)
             response = respond(app, received, peer)
             head = isinstance(received, Request) and received.method == "HEAD"
@@ -1598,12 +1597,13 @@ class Server(ThreadingHTTPServer):
     def _drop(self, name: str = "") -> None:
         """Close a connection that waits for its client: one of `name`, or any.
 
-        Answered connections go first, then those of the busiest client, then those
-        that returned soon after a drop (if many did: a few may include the owner). The
-        rest is random: the oldest may be a distant owner's.
+        Answered ones go first, then those of the busiest client (a browser has two),
+        then those that returned soon after a drop (if many did: a few may include the
+        owner), then any: the oldest may be far away. Those of who gave the PIN go last.
         """
         many = sum(c.returned for c in self.connections.values()) > THREADS // 8
-        crowds = Counter(c.name for c in self.connections.values() if not c.dropped)
+        busy = Counter(c.name for c in self.connections.values() if not c.dropped)
+        crowds = {n: 0 if n in self.app.gate.owners else max(busy[n], 2) for n in busy}
         new = [tcp for tcp, c in self.connections.items() if c.waits is None]
         ready = select.select(new, [], [], 0)[0]
         ranks = {

@@ -255,6 +255,14 @@ def test_if_many_come_back_they_go_before_who_is_new(
     assert stayed >= least
 
 
+def test_who_gave_the_pin_stays(owner: Client, crowd: Crowd) -> None:
+    """By chance alone, one of fifty such connections would stay."""
+    (own,) = crowd.come(owner, ["127.0.0.1"])
+    crowd.come(owner, places(1, 300))
+    assert owner.call("GET", "/").status == 200  # so all of them were let in
+    assert is_open(own)
+
+
 def test_who_is_silent_keeps_nobody_waiting(config: waker.Config, crowd: Crowd) -> None:
     """Neither one address with many connections, nor many with one each."""
     with running(config, options=[NO_DEFERRING]) as api:
