@@ -49,23 +49,15 @@ def bind(address: str, port: int) -> socket.socket:
     return taken
 
 
-def bind_udp(address: str, port: int) -> socket.socket:
-    """Take a UDP port for oneself alone: SO_REUSEADDR would let others share it."""
-    taken = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    taken.bind((address, port))
-    return taken
-
-
 class Blackhole:
     """A port that swallows connections: a listener whose queue stays full."""
 
-    def __init__(self, address: str, port: int = 0) -> None:
+    def __init__(self, address: str, port: int) -> None:
         self._listener = bind(address, port)
         self._listener.listen(0)
-        self.port = int(self._listener.getsockname()[1])
         self._filler = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._filler.setblocking(False)  # somebody else may have filled it before
-        self._filler.connect_ex((address, self.port))
+        self._filler.connect_ex((address, port))
 
     def close(self) -> None:
         self._filler.close()
@@ -175,7 +167,8 @@ class Homelab:
         self._authorized = public_line(client_key)
         self.host_key = public_line(self._initrd_key)
         self.packets: list[bytes] = []  # all that were heard
-        self._udp = bind_udp("", self.packet_port)  # so that a broadcast is heard, too
+        self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._udp.bind(("", self.packet_port))  # so that a broadcast is heard, too
         self.packet_port = int(self._udp.getsockname()[1])
         # Each port stays taken from end to end, whoever listens on it in between.
         self._taken = [bind(self.address, 0) for _ in range(2)]
@@ -272,7 +265,8 @@ def main(wish: str = "127.0.0.1:8080") -> int:
         with waker.listen(waker.parse_listen(wish)) as free:
             address, port = listen = free.getsockname()[:2]
     except (ValueError, OSError):
-        sys.exit("LISTEN must be a free ADDRESS:PORT of this box, such as 0.0.0.0:8080")
+        right = "LISTEN must be a free ADDRESS:PORT of this box, such as 127.0.0.1:8090"
+        sys.exit(f"{wish} cannot be used; {right}")
     pin, passphrase = "24681012", "correct horse battery staple"
     with tempfile.TemporaryDirectory(prefix="waker-demo-") as name:
         machine = Homelab(Path(name), disks=Disks({"cryptroot": passphrase}), pace=4)
