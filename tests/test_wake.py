@@ -11,7 +11,7 @@ PACKET = bytes.fromhex("ff" * 6 + "525400123456" * 16)
 
 
 @pytest.mark.parametrize("broadcast", ["255.255.255.255", "192.168.77.255"])
-def test_three_leave_by_the_machines_interface(home: Home, broadcast: str) -> None:
+def test_broadcasts_leave_by_the_machines_interface(home: Home, broadcast: str) -> None:
     router, machine, provider = home
     where = {"WAKER_HOMELAB_HOST": "192.168.77.20"}
     settings = MAC | where | {"WAKER_HOMELAB_BROADCAST": broadcast}
