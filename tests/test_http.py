@@ -218,11 +218,15 @@ def test_a_25th_connection_ends_one_of_24_but_not_of_a_proxy(
 def test_150_connections_have_64_threads_and_wait_for_descriptors() -> None:
     with daemon(MACHINE) as started:
         client, idle, pid = started.client, started.uses(), started.process.pid
-        with Crowd() as crowd:
-            many = crowd.come(client, places(1, 150))
-            assert client.call("GET", "/").status == 200
-            wait_for(lambda: started.uses()[0] == idle[0] + 63)
-            assert sum(map(is_open, many)) == 63
+
+        def is_full() -> bool:
+            with Crowd() as crowd:
+                many = crowd.come(client, places(1, 150))
+                assert client.call("GET", "/").status == 200
+                open_ones = sum(map(is_open, many))
+                return open_ones == started.uses()[0] - idle[0] == 63
+
+        wait_for(is_full)  # in ten seconds; who is late on a busy machine may again
         wait_for(lambda: started.uses() == idle)
         assert started.busy(1) < 0.05
         soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -256,11 +260,10 @@ def test_if_many_come_back_they_go_before_who_is_new(
 
 
 def test_who_gave_the_pin_stays(owner: Client, crowd: Crowd) -> None:
-    """By chance alone, one of fifty such connections would stay."""
-    (own,) = crowd.come(owner, ["127.0.0.1"])
-    crowd.come(owner, places(1, 300))
+    own = crowd.come(owner, ["127.0.0.1"] * 9)  # a stranger's would go first
+    crowd.come(owner, places(1, 100))
     assert owner.call("GET", "/").status == 200  # so all of them were let in
-    assert is_open(own)
+    assert all(map(is_open, own))
 
 
 def test_who_is_silent_keeps_nobody_waiting(config: waker.Config, crowd: Crowd) -> None:
