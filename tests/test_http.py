@@ -224,6 +224,7 @@ def test_150_connections_have_64_threads_and_wait_for_descriptors() -> None:
                 many = crowd.come(client, places(1, 150))
                 assert client.call("GET", "/").status == 200
                 open_ones = sum(map(is_open, many))
+                assert open_ones <= 63
                 return open_ones == started.uses()[0] - idle[0] == 63
 
         wait_for(is_full)  # in ten seconds; who is late on a busy machine may again
