@@ -1,8 +1,9 @@
 """Guests: real Debian systems on encrypted disks, built of Debian's own packages.
 
-A tree is an installed system; a guest is made of a copy, in the files that QEMU takes:
-a kernel, an initrd and disks. cryptsetup encrypts the disks as plain files, so that no
-device mapper is needed. All is kept in `.vm` until its recipe, here, changes.
+A tree is an installed system. Of each are made a disk, the same disk encrypted, and the
+initrds of its guests, in the files that QEMU takes. Guests that differ in their initrd
+alone share a disk. cryptsetup encrypts a disk as a plain file, so that no device mapper
+is needed. All is kept in `.vm` until its recipe, here, changes.
 """
 
 import fcntl
@@ -10,7 +11,6 @@ import hashlib
 import os
 import shutil
 import subprocess
-import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,23 +21,19 @@ from conftest import PASSPHRASE, PROGRAM, need, need_root
 HERE = Path(__file__).parent
 BUILD = Path(PROGRAM).with_name(".vm")
 SSH_KEY = BUILD / "ssh_key"
+AUTHORIZED = SSH_KEY.with_suffix(".pub")
 ADDRESS = "192.168.77.20"
 ROUTER = "192.168.77.1"
 
 # The kernel of Debian 13 crashes under the QEMU of Debian 12, so all run that of 12.
 PACKAGES = {
-    "bookworm": "cryptsetup-initramfs,dropbear-initramfs,linux-image-cloud-amd64",
-    "trixie": "cryptsetup,dracut,dracut-network,systemd-cryptsetup",
+    "bookworm": "cryptsetup-initramfs dropbear-initramfs linux-image-cloud-amd64",
+    "trixie": "cryptsetup dracut dracut-network systemd-cryptsetup",
 }
-COMMON = "iproute2,kmod,openssh-server,python3-paramiko,systemd-sysv,udev,zstd"
-
-LAN = f"""\
-[Match]
-Name=e*
-[Network]
-Address={ADDRESS}/24
-Gateway={ROUTER}
-"""
+COMMON = "iproute2 kmod openssh-server systemd-sysv udev zstd"
+# All that a guest has; with every driver there is, an initrd would take far longer.
+DRIVERS = "dm_crypt ext4 virtio_blk virtio_net virtio_pci"
+LAN = f"[Match]\nName=e*\n[Network]\nAddress={ADDRESS}/24\nGateway={ROUTER}\n"
 
 
 @dataclass(frozen=True)
@@ -57,6 +53,11 @@ class Guest:
     def folder(self) -> Path:
         return BUILD / self.name
 
+    @property
+    def host_key(self) -> Path:
+        """The public key of the initrd's SSH; of the system's, where that is all."""
+        return self.folder / "host_key.pub"
+
     def settings(self) -> dict[str, str]:
         """Write what waker is told about it."""
         return {
@@ -64,23 +65,21 @@ class Guest:
             "WAKER_INITRD": self.dialect,
             "WAKER_INITRD_SSH_PORT": str(self.port),
             "WAKER_SSH_KEY": str(SSH_KEY),
-            "WAKER_SSH_HOST_KEY": (self.folder / "host_key.pub").read_text().strip(),
+            "WAKER_SSH_HOST_KEY": self.host_key.read_text().strip(),
         }
 
 
+BOXES = (
+    Guest("box-12", disks=["system"], encrypted=False),
+    Guest("box-13", suite="trixie", disks=["system"], encrypted=False),
+)
 GUESTS = (
     Guest("dropbear"),
     Guest("port-22", port=22),
     Guest("forced", forced=True),
-    Guest("two-disks", disks=("cryptroot", "crypthome")),
+    Guest("two-disks", disks=["cryptroot", "crypthome"]),
     Guest("slow", iterations=800_000),
     Guest("dracut", suite="trixie", dialect="systemd"),
-)
-
-
-BOXES = (
-    Guest("box-12", disks=("system",), encrypted=False),
-    Guest("box-13", suite="trixie", disks=("system",), encrypted=False),
 )
 
 
@@ -110,129 +109,105 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def uuid_of(guest: Guest, disk: str) -> str:
-    return str(uuid.uuid5(uuid.NAMESPACE_OID, f"{guest.name}/{disk}"))
-
-
 def install(suite: str) -> None:
-    """Make a tree: Debian, and what all guests have in common."""
-    tree = BUILD / suite
+    """Make two trees: one has nothing but Python and paramiko, one what guests need."""
+    tree, minimal = BUILD / suite, BUILD / f"minimal-{suite}"
+    packages = f"{COMMON} {PACKAGES[suite]}"
+    hooks = (
+        f'cp --archive --one-file-system "$1" {minimal}',
+        # The initrds are made later.
+        f'INITRD=No chroot "$1" apt-get install -y --no-install-recommends {packages}',
+    )
     run(
         *("unshare", "--mount", "mmdebstrap"),  # so that none of its mounts stays
-        "--variant=minbase",
-        f"--include={COMMON},{PACKAGES[suite]}",
+        *("--variant=minbase", "--include=python3-paramiko"),
         *(f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "locale")),
-        suite,
-        tree,
+        *("--dpkgopt=force-unsafe-io", *(f"--customize-hook={hook}" for hook in hooks)),
+        *(suite, tree),
     )
     tree.chmod(0o755)
+    minimal.chmod(0o755)
     write(tree / "etc/hostname", "guest\n")
     write(tree / "etc/systemd/network/10-lan.network", LAN)
     run_in(tree, "systemctl", "enable", "systemd-networkd")
     # Else each boot would be a first one, with all its chores.
-    write(tree / "etc/machine-id", uuid.uuid4().hex + "\n")
+    run_in(tree, "systemd-machine-id-setup")
     for folder in ("etc", "var"):
         (tree / folder / ".updated").touch()
+    write(tree / "root/.ssh/authorized_keys", AUTHORIZED.read_text())
+    (tree / "root/.ssh").chmod(0o700)
 
 
-def install_minimal(suite: str) -> None:
-    """Make a Debian that has nothing but Python and paramiko."""
-    tree = BUILD / f"minimal-{suite}"
-    programs = "--variant=minbase", "--include=python3,python3-paramiko"
-    run("unshare", "--mount", "mmdebstrap", *programs, suite, tree)
-    tree.chmod(0o755)
-
-
-def configure(guest: Guest, tree: Path, attach: str) -> None:
-    """Tell a tree its disks; `attach` has them unlocked in the initrd."""
-    lines = [f"{d} UUID={uuid_of(guest, d)} none luks,{attach}\n" for d in guest.disks]
-    write(tree / "etc/crypttab", "".join(lines))
-    places = zip(guest.disks, ("/", "/home"), strict=False)
-    lines = [
-        f"/dev/mapper/{disk} {place} ext4 defaults 0 0\n" for disk, place in places
-    ]
-    write(tree / "etc/fstab", "".join(lines))
-
-
-def with_initramfs_tools(guest: Guest, tree: Path) -> tuple[Path, str]:
-    """Make the initrd as README says for Debian; returns it, and its host key."""
-    configure(guest, tree, "initramfs")
-    options = f"-p {guest.port} -s -j -k" + " -c cryptroot-unlock" * guest.forced
+def with_initramfs_tools(guest: Guest, tree: Path) -> str:
+    """Make the initrd as README says for Debian; returns its host key."""
     dropbear = tree / "etc/dropbear/initramfs"
+    options = f"-p {guest.port} -s -j -k" + " -c cryptroot-unlock" * guest.forced
     write(dropbear / "dropbear.conf", f'DROPBEAR_OPTIONS="{options}"\n')
-    write(dropbear / "authorized_keys", SSH_KEY.with_suffix(".pub").read_text())
+    shutil.copy(AUTHORIZED, dropbear / "authorized_keys")
     network = f"IP={ADDRESS}::{ROUTER}:255.255.255.0\n"
     write(tree / "etc/initramfs-tools/conf.d/network", network)
     run_in(tree, "update-initramfs", "-u")
-    host_key = "/etc/dropbear/initramfs/dropbear_ed25519_host_key"
-    printed = run_in(tree, "dropbearkey", "-y", "-f", host_key)
-    (initrd,) = tree.glob("boot/initrd.img-*")
-    return initrd, next(line for line in printed.splitlines() if "ssh-" in line)
+    key = "/etc/dropbear/initramfs/dropbear_ed25519_host_key"
+    printed = run_in(tree, "dropbearkey", "-y", "-f", key)
+    return next(line for line in printed.splitlines() if "ssh-" in line)
 
 
-def with_dracut(guest: Guest, tree: Path) -> tuple[Path, str]:
-    """Make the initrd as README says for dracut; returns it, and its host key."""
-    configure(guest, tree, "x-initrd.attach")
+def with_dracut(guest: Guest, tree: Path) -> str:
+    """Make the initrd as README says for dracut; returns its host key."""
     folder = tree / "etc/initrd-ssh"
-    write(folder / "authorized_keys", SSH_KEY.with_suffix(".pub").read_text())
+    write(folder / "authorized_keys", AUTHORIZED.read_text())
     run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "host_key")
-    module = tree / "usr/lib/dracut/modules.d/46initrd-ssh"
-    shutil.copytree(HERE / "initrd-ssh", module)
-    shutil.copytree(BUILD / "bookworm/lib/modules", tree / "lib/modules")
+    shutil.copytree(HERE / "initrd-ssh", tree / "usr/lib/dracut/modules.d/46initrd-ssh")
     write(
         tree / "etc/dracut.conf.d/initrd-ssh.conf",
-        'add_dracutmodules+=" initrd-ssh "\nhostonly="no"\n'
-        'install_items+=" /etc/crypttab "\n',
+        'add_dracutmodules+=" initrd-ssh "\nhostonly="no"\ncompress="cat"\n'
+        f'install_items+=" /etc/crypttab "\ndrivers=" {DRIVERS} "\n'
+        'omit_dracutmodules+=" hwdb kernel-modules-extra nvdimm overlay-root "\n',
     )
     (version,) = (path.name for path in tree.glob("lib/modules/*"))
     run_in(tree, "dracut", "--force", "/boot/initrd", version)
-    return tree / "boot/initrd", (folder / "host_key.pub").read_text()
+    return (folder / "host_key.pub").read_text()
 
 
-def without_unlocking(guest: Guest, tree: Path) -> tuple[Path, str]:
-    """Make a box to run waker on, which root may enter; it has no initrd of its own."""
-    write(tree / "etc/fstab", "/dev/vda / ext4 defaults 0 0\n")
-    authorized = tree / "root/.ssh/authorized_keys"
-    write(authorized, SSH_KEY.with_suffix(".pub").read_text())
-    authorized.parent.chmod(0o700)
-    if guest.suite != "bookworm":
-        shutil.copytree(BUILD / "bookworm/lib/modules", tree / "lib/modules")
-    (initrd,) = BUILD.glob("bookworm/boot/initrd.img-*")
-    return initrd, (tree / "etc/ssh/ssh_host_ed25519_key.pub").read_text()
-
-
-def encrypt(image: Path, disk: str, guest: Guest) -> None:
-    """Turn a file system into a LUKS2 disk, in place."""
+def encrypt(plain: Path, image: Path, iterations: int) -> None:
+    """Make a LUKS2 disk of a file system."""
+    run("cp", plain, image)
+    with image.open("ab") as file:
+        file.truncate(plain.stat().st_size + (32 << 20))
     run(
-        *("cryptsetup", "reencrypt", "--encrypt", "--batch-mode", "--resilience=none"),
-        *("--type=luks2", f"--uuid={uuid_of(guest, disk)}", "--reduce-device-size=32M"),
-        *("--pbkdf=pbkdf2", f"--pbkdf-force-iterations={guest.iterations}"),
-        *("--key-file=-", image),
+        *("cryptsetup", "reencrypt", "--encrypt", "--type=luks2", "--batch-mode"),
+        *("--resilience=none", "--reduce-device-size=32M", "--key-file=-"),
+        *("--pbkdf=pbkdf2", f"--pbkdf-force-iterations={iterations}", image),
         given=PASSPHRASE,
     )
 
 
-def build(guest: Guest) -> None:
-    """Make the files of a guest."""
-    tree = guest.folder / "tree"
-    guest.folder.mkdir()
-    run("cp", "--archive", "--one-file-system", BUILD / guest.suite, tree)
-    make_initrd = with_dracut if guest.suite == "trixie" else with_initramfs_tools
-    if not guest.encrypted:
-        make_initrd = without_unlocking
-    initrd, host_key = make_initrd(guest, tree)
-    shutil.copy(initrd, guest.folder / "initrd")
-    write(guest.folder / "host_key.pub", host_key)
-    (kernel,) = (BUILD / "bookworm").glob("boot/vmlinuz-*")
-    shutil.copy(kernel, guest.folder / "vmlinuz")
-    for disk in guest.disks:
-        image = guest.folder / disk
-        content = () if disk == "crypthome" else ("-d", tree)
-        run("mke2fs", "-q", "-t", "ext4", *content, image, "576M" if content else "32M")
-        if guest.encrypted:
-            with image.open("ab") as file:
-                file.truncate(image.stat().st_size + (32 << 20))
-            encrypt(image, disk, guest)
+def build(suite: str) -> None:
+    """Make the guests of a suite: their disks are of one tree, which then changes."""
+    tree, plain = BUILD / suite, BUILD / f"{suite}-system"
+    make_initrd, attach = with_initramfs_tools, "initramfs"
+    if suite == "trixie":
+        make_initrd, attach = with_dracut, "x-initrd.attach"
+    run("mke2fs", "-q", "-t", "ext4", "-d", tree, plain, "576M")
+    for guest in (guest for guest in BOXES + GUESTS if guest.suite == suite):
+        guest.folder.mkdir()
+        if not guest.encrypted:
+            (guest.folder / "system").hardlink_to(plain)
+            shutil.copy(BUILD / "initrd.img", guest.folder / "initrd")
+            shutil.copy(tree / "etc/ssh/ssh_host_ed25519_key.pub", guest.host_key)
+            continue
+        lines = ""
+        for disk in guest.disks:
+            image = BUILD / f"{suite}-{disk}-{guest.iterations}"
+            if not image.exists():
+                encrypt(plain, image, guest.iterations)
+            (guest.folder / disk).hardlink_to(image)
+            uuid = run("cryptsetup", "luksUUID", image).strip()
+            lines += f"{disk} UUID={uuid} none luks,{attach}\n"
+        write(tree / "etc/crypttab", lines)
+        write(guest.host_key, make_initrd(guest, tree))
+        (initrd,) = tree.glob("boot/initrd*")
+        shutil.copy(initrd, guest.folder / "initrd")
     shutil.rmtree(tree)
 
 
@@ -241,29 +216,30 @@ def build_all() -> None:
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir()
     run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", SSH_KEY)
+    tree = BUILD / "bookworm"
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(install, PACKAGES))  # as a list, it raises what was raised
-        list(pool.map(install_minimal, PACKAGES))
-        list(pool.map(build, GUESTS + BOXES))
-    for suite in PACKAGES:
-        shutil.rmtree(BUILD / suite)
-
-
-def recipe() -> str:
-    """Digest all that decides what the guests are."""
-    paths = [Path(__file__), *sorted(HERE.glob("initrd-ssh/*"))]
-    whole = PASSPHRASE.encode() + b"".join(path.read_bytes() for path in paths)
-    return hashlib.sha256(whole).hexdigest()
+        # The kernel is for all guests; its first initrd is for boxes.
+        write(tree / "etc/initramfs-tools/conf.d/modules", "MODULES=list\n")
+        write(tree / "etc/initramfs-tools/modules", DRIVERS.replace(" ", "\n"))
+        run_in(tree, "update-initramfs", "-c", "-k", "all")
+        for name in ("vmlinuz", "initrd.img"):
+            (path,) = tree.glob(f"boot/{name}-*")
+            shutil.copy(path, BUILD / name)
+        shutil.copytree(tree / "lib/modules", BUILD / "trixie/lib/modules")
+        list(pool.map(build, PACKAGES))
 
 
 def ready() -> None:
-    """Have the guests, made now or earlier."""
+    """Have the guests, made now or, by the same recipe, earlier."""
     need_root()
-    for program in ("mmdebstrap", "unshare", "ssh-keygen", "mke2fs", "cryptsetup"):
+    for program in ("cryptsetup", "mke2fs", "mmdebstrap", "qemu-system-x86_64"):
         need(program)
-    with (HERE / "guests.py").open() as lock:
+    paths = [Path(__file__), *sorted(HERE.glob("initrd-ssh/*"))]
+    whole = PASSPHRASE.encode() + b"".join(path.read_bytes() for path in paths)
+    recipe, stamp = hashlib.sha256(whole).hexdigest(), BUILD / "recipe"
+    with Path(__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        stamp = BUILD / "recipe"
-        if not stamp.exists() or stamp.read_text() != recipe():
+        if not stamp.exists() or stamp.read_text() != recipe:
             build_all()
-            write(stamp, recipe())
+            write(stamp, recipe)
