@@ -48,7 +48,8 @@ class Computer:
 
     def hear(self) -> bool:
         """Listen to the cable; a right magic packet switches the computer on."""
-        while select.select([self.cable], [], [], 10)[0]:
+        ends = time.monotonic() + 10
+        while select.select([self.cable], [], [], max(0, ends - time.monotonic()))[0]:
             # A card wakes wherever in a frame the pattern is.
             if MAGIC in os.read(self.cable, 65536):
                 self.switch_on()
