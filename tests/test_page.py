@@ -567,15 +567,3 @@ def test_the_disc_is_seen_in_forced_colours(api: Client, phone: Phone) -> None:
     style = "getComputedStyle(document.getElementById('state'), '::before')"
     drawn = phone.page.evaluate(f"{style}.backgroundImage")
     assert re.match(r"conic-gradient\(.*50%", drawn)
-
-
-def test_the_pure_functions_of_the_page(phone: Phone) -> None:
-    pure = SOURCE.partition("// ---- Pure")[2].partition("// ---- API")[0]
-    calls = {
-        "clock(3600)": "60:00",
-        "wait(90)": "90 s",
-        "wait(91)": "2 minutes",
-        "median([100, 9, 20])": 20,
-    }
-    got = phone.page.evaluate(f"() => {{ // {pure}\nreturn [{', '.join(calls)}]; }}")
-    assert got == list(calls.values())

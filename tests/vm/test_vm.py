@@ -64,7 +64,7 @@ def test_one_request_starts_a_machine(
     for _ in range(pytestconfig.getoption("--cycles")):
         owner.wait_for("off")
         told = owner.start("wrong", computer.hear)
-        assert told["outcome"] == "wrong_passphrase"
+        assert told["outcome"] == "wrong_passphrase", told
         if name == "dropbear":  # it asks on and on
             assert [owner.unlock("wrong") for _ in range(3)] == [WRONG] * 3
             computer.wait_for("maximum number of tries exceeded")
