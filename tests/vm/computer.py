@@ -180,3 +180,4 @@ def owner_of(computer: Computer) -> Iterator[Owner]:
         owner = Owner(started.client, computer.router)
         computer.router.run(started.client.log_in)
         yield owner
+    print(*started.log, sep="\n")  # where a test fails

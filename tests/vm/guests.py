@@ -146,9 +146,11 @@ def with_initramfs_tools(guest: Guest, tree: Path) -> str:
     shutil.copy(AUTHORIZED, dropbear / "authorized_keys")
     network = f"IP={ADDRESS}::{ROUTER}:255.255.255.0\n"
     write(tree / "etc/initramfs-tools/conf.d/network", network)
+    key = dropbear / "dropbear_ed25519_host_key"
+    key.unlink()  # each guest has one of its own, so that none is taken for another
+    path = f"/{key.relative_to(tree)}"
+    printed = run_in(tree, "dropbearkey", "-t", "ed25519", "-f", path)
     run_in(tree, "update-initramfs", "-u")
-    key = "/etc/dropbear/initramfs/dropbear_ed25519_host_key"
-    printed = run_in(tree, "dropbearkey", "-y", "-f", key)
     return next(line for line in printed.splitlines() if "ssh-" in line)
 
 
