@@ -56,10 +56,10 @@ def systemd(
     systemctl.write_text(text.replace("FOLDER", str(folder)))
     systemctl.chmod(0o755)
     initrd, sshd = prepare_sshd(folder, Disks({}))
+    layers = f"lowerdir=/etc,upperdir={folder}/etc/upper,workdir={folder}/etc/work"
     lines = [
         f"mount -t tmpfs none {folder}/etc; mkdir {folder}/etc/upper {folder}/etc/work",
-        f"mount -t overlay none /etc -o lowerdir=/etc,upperdir={folder}/etc/upper"
-        f",workdir={folder}/etc/work",
+        f"mount -t overlay none /etc -o {layers}",
         f"touch /etc/initrd-release; mount --bind {systemctl} {need('systemctl')}",
         f"{sshd} {ssh} & mkdir -p /run/systemd/ask-password",
         setup.replace("FOLDER", str(folder)),
