@@ -71,15 +71,13 @@ def need_root() -> None:
         pytest.skip("no namespaces can be made here")
 
 
-def wait_for(condition: Callable[[], T]) -> T:
-    """Wait until there is something; returns it."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        found = condition()
-        if found:
-            return found
+def wait_for(look: Callable[[], T], right: Callable[[T], object] = bool) -> T:
+    """Look until what is seen is right; returns it."""
+    deadline = time.monotonic() + 180  # a guest shares its processor with others
+    while not right(seen := look()):
+        assert time.monotonic() < deadline, seen
         time.sleep(0.05)  # or this would take the processor from what it waits for
-    raise TimeoutError
+    return seen
 
 
 def wait_for_child(pid: int) -> int:

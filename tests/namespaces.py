@@ -6,8 +6,11 @@ there, whoever uses them later.
 
 import contextlib
 import ctypes
+import fcntl
+import io
 import secrets
 import socket
+import struct
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +24,8 @@ T = TypeVar("T")
 
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 ETH_P_ALL = 0x0003  # linux/if_ether.h
+TUNSETIFF = 0x400454CA  # linux/if_tun.h
+IFF_TUN, IFF_TAP, IFF_NO_PI = 0x0001, 0x0002, 0x1000
 
 
 def ip(arguments: str) -> None:
@@ -48,6 +53,15 @@ class Namespace(NamedTuple):
 
         with ThreadPoolExecutor(1, initializer=move) as thread:
             return thread.submit(function).result()
+
+    def plug_in(self, kind: int, name: str, address: str) -> io.FileIO:
+        """Make an interface to this host; its packets, or frames, are in the file."""
+        tun = self.run(lambda: io.FileIO("/dev/net/tun", "r+"))
+        request = struct.pack("16sH22x", name.encode(), kind | IFF_NO_PI)
+        fcntl.ioctl(tun, TUNSETIFF, request)
+        ip(f"-n {self.name} address add {address} brd + dev {name}")
+        ip(f"-n {self.name} link set {name} up")
+        return tun
 
     def capture(self) -> socket.socket:
         """Hear every frame that arrives at this host."""
@@ -88,8 +102,11 @@ def hosts(count: int) -> Iterator[list[Namespace]]:
         yield made
 
 
+Home = tuple[Namespace, Namespace, Namespace]
+
+
 @pytest.fixture
-def home() -> Iterator[tuple[Namespace, Namespace, Namespace]]:
+def home() -> Iterator[Home]:
     """Make a router, the machine behind its `lan`, and a provider behind its `wan`."""
     with hosts(3) as (router, machine, provider):
         wire(router, "lan", "192.168.77.1/24", machine, "192.168.77.20/24")

@@ -15,7 +15,6 @@ owner had the whole page, all tries together; requests that stayed without an an
 
 import asyncio
 import contextlib
-import fcntl
 import io
 import json
 import math
@@ -24,7 +23,6 @@ import resource
 import socket
 import ssl
 import statistics
-import struct
 import subprocess
 import sys
 import time
@@ -38,15 +36,13 @@ from typing import NamedTuple
 from bench import LOCAL, SETTINGS, Figures, figure, rss, show_head, show_row
 from certificate import new_certificate
 from conftest import PIN, daemon, need
-from namespaces import Namespace, hosts, ip, wire
+from namespaces import IFF_TUN, hosts, ip, wire
 
 Begin = Callable[[], Callable[[], None]]  # begins an attack; returns how to end it
 Where = tuple[str, int]
 
 HALF_TRIP = 0.125  # seconds that a packet of the owner takes, who is far away
 LIMIT = ("prlimit", "--nofile=1024", "env", "MALLOC_ARENA_MAX=2")  # as in the unit
-TUNSETIFF = 0x400454CA  # linux/if_tun.h
-IFF_TUN = 0x1001  # with IFF_NO_PI
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /api/auth HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 PIN_BODY = json.dumps({"pin": PIN}).encode()
@@ -195,15 +191,6 @@ def near(attack: Attack) -> Figures:
         return besiege(started.process.pid, attacking, where)
 
 
-def plug_in(place: Namespace, address: str) -> io.FileIO:
-    """Give a host a network interface whose packets we carry."""
-    tun = place.run(lambda: io.FileIO("/dev/net/tun", "r+"))
-    fcntl.ioctl(tun, TUNSETIFF, struct.pack("16sH22x", b"long", IFF_TUN))
-    ip(f"-n {place.name} address add {address} dev long")
-    ip(f"-n {place.name} link set long up")
-    return tun
-
-
 async def carry(*ends: io.FileIO) -> None:
     """Carry packets from each of two interfaces to the other, HALF_TRIP seconds late.
 
@@ -223,8 +210,8 @@ def far(attack: Attack) -> Figures:
     """Attack over TLS, with an owner in another network, 250 ms away."""
     with (
         hosts(3) as (box, attacker, home),
-        plug_in(box, "10.2.0.1/24") as here,
-        plug_in(home, "10.2.0.2/24") as there,
+        box.plug_in(IFF_TUN, "long", "10.2.0.1/24") as here,
+        home.plug_in(IFF_TUN, "long", "10.2.0.2/24") as there,
         TemporaryDirectory() as folder,
     ):
         wire(box, "bad", "10.1.0.1/16", attacker, "10.1.0.2/16")

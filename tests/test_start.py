@@ -42,12 +42,8 @@ def told(client: Client) -> Any:
 
 def wait_until(client: Client, phase: str) -> str:
     """Wait for a phase; returns its outcome and its message."""
-
-    def there() -> Any:
-        now = told(client)
-        return now if now["phase"] == phase else None
-
-    return "{outcome}: {message}".format(**wait_for(there))
+    there = wait_for(lambda: told(client), lambda now: now["phase"] == phase)
+    return "{outcome}: {message}".format(**there)
 
 
 def start(client: Client, phase: str, passphrase: str = PASSPHRASE) -> str:

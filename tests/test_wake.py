@@ -2,11 +2,10 @@
 
 import pytest
 from conftest import MAC, daemon
-from namespaces import Namespace, home, udp_packets
+from namespaces import Home, home, udp_packets
 
 __all__ = ["home"]  # a fixture
 
-Home = tuple[Namespace, Namespace, Namespace]
 PACKET = bytes.fromhex("ff" * 6 + "525400123456" * 16)
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from conftest import no_threads, wait_for
 from homelab import DROPBEAR, OPENSSH, bind
-from namespaces import Namespace, home, ip
+from namespaces import Home, home, ip
 from ssh_servers import free_port
 
 import waker
@@ -67,7 +67,7 @@ def test_a_shared_port_is_told_by_its_identification(
 
 
 def test_who_does_not_answer_is_off_within_a_second_and_our_own_failure_is_told(
-    home: tuple[Namespace, ...], config: waker.Config
+    home: Home, config: waker.Config
 ) -> None:
     router = home[0]
     there = config.machine._replace(host="192.168.77.20")

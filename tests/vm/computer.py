@@ -5,35 +5,21 @@ is off it hears what comes; what QEMU gets is the same end of the same cable.
 """
 
 import contextlib
-import fcntl
-import os
+import io
 import select
-import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from conftest import Answer, Client, daemon, need
+from conftest import Answer, Client, daemon, need, wait_for
 from guests import BUILD, ROUTER, Guest, ready
-from namespaces import Namespace, hosts, ip
+from namespaces import IFF_TAP, Namespace, hosts
 
 MAC = "52:54:00:12:34:56"
 MAGIC = b"\xff" * 6 + bytes.fromhex(MAC.replace(":", "")) * 16
-TUNSETIFF = 0x400454CA  # linux/if_tun.h
-IFF_TAP, IFF_NO_PI = 0x0002, 0x1000
-T = TypeVar("T")
-
-
-def look_until(right: Callable[[T], bool], look: Callable[[], T]) -> T:
-    """Look until what is seen is right; returns it."""
-    deadline = time.monotonic() + 180  # a guest shares its processor with others
-    while not right(seen := look()):
-        assert time.monotonic() < deadline, seen
-        time.sleep(0.2)
-    return seen
 
 
 @dataclass
@@ -42,7 +28,7 @@ class Computer:
 
     guest: Guest
     router: Namespace
-    cable: int  # file descriptor of the computer's end
+    cable: io.FileIO  # the computer's end
     log: Path  # of its console
     qemu: subprocess.Popen[bytes] | None = None
 
@@ -51,7 +37,7 @@ class Computer:
         ends = time.monotonic() + 10
         while select.select([self.cable], [], [], max(0, ends - time.monotonic()))[0]:
             # A card wakes wherever in a frame the pattern is.
-            if MAGIC in os.read(self.cable, 65536):
+            if MAGIC in self.cable.read(65536):
                 self.switch_on()
                 return True
         return False
@@ -73,7 +59,7 @@ class Computer:
             *(["-no-reboot"] if self.guest.encrypted else []),
             *("-kernel", str(BUILD / "vmlinuz")),
             *("-initrd", str(self.guest.folder / "initrd"), "-append", options),
-            *("-netdev", f"tap,id=lan,fd={self.cable}"),
+            *("-netdev", f"tap,id=lan,fd={self.cable.fileno()}"),
             *("-device", f"virtio-net-pci,netdev=lan,mac={MAC},romfile="),
         ]
         for disk in self.guest.disks:
@@ -85,7 +71,7 @@ class Computer:
                 stdin=subprocess.PIPE,
                 stdout=console,
                 stderr=console,
-                pass_fds=[self.cable],
+                pass_fds=[self.cable.fileno()],
             )
 
     def cut_power(self) -> None:
@@ -112,31 +98,20 @@ class Computer:
 
     def wait_for(self, text: str, count: int = 1) -> None:
         """Wait until the console has shown a text that many times."""
-        look_until(lambda shown: shown.count(text) >= count, lambda: self.console)
-
-
-def new_cable() -> int:
-    cable = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    kind = struct.pack("16sH22x", b"lan", IFF_TAP | IFF_NO_PI)
-    fcntl.ioctl(cable, TUNSETIFF, kind)
-    return cable
+        wait_for(lambda: self.console, lambda shown: shown.count(text) >= count)
 
 
 @contextlib.contextmanager
 def computer_of(guest: Guest, folder: Path) -> Iterator[Computer]:
     """Put a computer that is off on the cable of a router, where waker runs."""
     ready()
-    with hosts(1) as (router,):
-        cable = router.run(new_cable)
-        ip(f"-n {router.name} address add {ROUTER}/24 brd + dev lan")
-        ip(f"-n {router.name} link set lan up")
+    with hosts(1) as (router,), router.plug_in(IFF_TAP, "lan", f"{ROUTER}/24") as cable:
         computer = Computer(guest, router, cable, folder / "console")
         computer.log.touch()
         try:
             yield computer
         finally:
             computer.cut_power()
-            os.close(cable)
             print(computer.console)  # where a test fails
 
 
@@ -155,7 +130,7 @@ class Owner:
 
     def wait_for(self, state: str) -> None:
         """Wait until the machine is in that state."""
-        look_until(lambda status: bool(status["state"] == state), self.status)
+        wait_for(self.status, lambda status: status["state"] == state)
 
     def start(self, passphrase: str, hear: Callable[[], bool] = lambda: True) -> Any:
         """Start with one request, for which a computer listens; returns the end."""
@@ -163,7 +138,7 @@ class Owner:
         assert begun.status == 200
         assert hear()
         ends = "done", "failed"
-        return look_until(lambda s: s["start"]["phase"] in ends, self.status)["start"]
+        return wait_for(self.status, lambda s: s["start"]["phase"] in ends)["start"]
 
     def unlock(self, passphrase: str) -> tuple[int, str]:
         """Returns the status, and the message or the error."""

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from certificate import new_certificate
-from computer import Computer, Owner, computer_of, look_until
-from conftest import PASSPHRASE, PIN, Client, daemon, make, need
+from computer import Computer, Owner, computer_of
+from conftest import PASSPHRASE, PIN, Client, daemon, make, need, wait_for
 from cryptroot_unlock import Disks
 from guests import ADDRESS, BOXES, BUILD, PACKAGES, ROUTER, SSH_KEY, ready
 from homelab import Homelab
@@ -59,7 +59,7 @@ class Box:
 
     def wait(self, command: str) -> None:
         """Wait until a command succeeds."""
-        look_until(lambda done: done.returncode == 0, lambda: self.ssh(command))
+        wait_for(lambda: self.ssh(command), lambda done: done.returncode == 0)
 
     def write(self, path: str, content: str) -> None:
         self.run(f"cat > {path} && chmod 600 {path}", content.encode())
