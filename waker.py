@@ -1030,7 +1030,7 @@ class Starter:
     def _unlock(self, passphrase: Passphrase) -> Result:
         """Wake the machine while it is silent, and unlock it. Raises: Ended."""
         deadline = time.monotonic() + self._config.start_seconds
-        packet_due, give_up, told = -math.inf, math.inf, "Connecting to the initrd"
+        packet_due, give_up, told = -math.inf, deadline, "Connecting to the initrd"
         unsent = "The passphrase was not sent."
         why = "did not wake: check power, network cable and Wake-on-LAN."
         while True:
@@ -1042,9 +1042,8 @@ class Starter:
             if sight.initrd is Port.OPEN:
                 self._tell("unlocking", None, told)
                 result = self._unlocker.run(passphrase)
-                now = time.monotonic()
-                give_up = min(give_up, now + 120)  # seconds, if nothing asks
-                if result.outcome != "not_asked" or now > min(give_up, deadline):
+                give_up = min(give_up, time.monotonic() + 120)  # seconds for a prompt
+                if result.outcome != "not_asked" or time.monotonic() > give_up:
                     return result
                 told = result.message
                 self._tell("unlocking", None, told)
@@ -1751,8 +1750,7 @@ def check(config: Config, file: Path | None) -> Iterator[Finding]:
     try:
         listen(config.listen).close()
     except OSError as error:
-        seen = f"{os.strerror(error.errno or 0)}; correct WAKER_LISTEN"
-        verdict = WRONG
+        seen, verdict = f"{os.strerror(error.errno or 0)}; correct WAKER_LISTEN", WRONG
         if error.errno == errno.EADDRINUSE:
             seen, verdict = f"{seen}, unless waker itself is running", UNSEEN
     if 0 < config.listen[1] < 1024:
