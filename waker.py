@@ -393,7 +393,7 @@ def open_tcp(host: str, port: int, seconds: float) -> socket.socket:
 def knock(host: str, port: int, *, read_ident: bool = False) -> tuple[Port, str]:
     """Return a port's state and, if asked, its SSH banner, within KNOCK_SECONDS."""
     deadline = time.monotonic() + KNOCK_SECONDS
-    ident = b""
+    seen, ident = Port.SILENT, b""
     try:
         tcp = open_tcp(host, port, KNOCK_SECONDS)
     except (ConnectionRefusedError, ConnectionResetError):
@@ -401,11 +401,13 @@ def knock(host: str, port: int, *, read_ident: bool = False) -> tuple[Port, str]
     except OSError as error:  # EHOSTUNREACH: no answer to ARP; others: our failure
         silent = isinstance(error, TimeoutError) or error.errno == errno.EHOSTUNREACH
         return (Port.SILENT if silent else Port.UNSEEN), ""
-    with tcp, contextlib.suppress(OSError):  # it is late, or gone; the port was open
+    with tcp, contextlib.suppress(OSError):  # it is late, or gone
+        tcp.getpeername()  # fails if not: Linux wakes us before it notes EHOSTUNREACH
+        seen = Port.OPEN
         while read_ident and b"\n" not in ident and len(ident) < 255:
             tcp.settimeout(max(deadline - time.monotonic(), 0.001))
             ident += tcp.recv(255) or b"\n"
-    return Port.OPEN, ident.partition(b"\n")[0].decode("latin-1").strip()
+    return seen, ident.partition(b"\n")[0].decode("latin-1").strip()
 
 
 def look(machine: Machine) -> Sight:
