@@ -202,7 +202,7 @@ class Dialect(NamedTuple):
 
     A match in the output of `command` is an event. The group name is the kind, its
     text the disk or disks. `asks`: a passphrase is expected on standard input; `opened`
-    and `rejected` are verdicts; `working` is none. Any other name is one of Outcome.
+    and `rejected` are verdicts. Any other name is one of Outcome.
     """
 
     name: str
@@ -284,7 +284,6 @@ DIALECTS: Final = (
             r"Please unlock disk (?P<asks>[!-~]{1,64})\n"
             r"|cryptsetup: (?P<opened>[!-~]{1,64}) set up successfully"
             r"|(?P<rejected>)(?:bad password or options|maximum number of tries)"
-            r"|(?P<working>)Timeout reached while waiting for PID"
             r"|(?P<idle>)Timeout reached while waiting for askpass"
             r"|(?P<early>)Try again later"
         ),

@@ -34,7 +34,7 @@ def stored(node: ast.AST) -> set[str]:
 
 def test_it_is_small_and_built_on_the_http_server_of_the_standard_library() -> None:
     """What was asked for: the number of lines may fall, and must not grow."""
-    assert len(SOURCE.splitlines()) <= 1899
+    assert len(SOURCE.splitlines()) <= 1898
     bases = {ast.unparse(base) for kind in CLASSES for base in kind.bases}
     http = {"BaseHTTPRequestHandler", "ThreadingHTTPServer"}  # none is our own
     assert bases == http | {"NamedTuple", "Exception", "enum.Enum", "io.RawIOBase"}
