@@ -78,7 +78,7 @@ GUESTS = (
     Guest("port-22", port=22),
     Guest("forced", forced=True),
     Guest("two-disks", disks=["cryptroot", "crypthome"]),
-    Guest("slow", iterations=800_000),
+    Guest("slow", iterations=400_000),
     Guest("dracut", suite="trixie", dialect="systemd"),
 )
 
