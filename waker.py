@@ -392,7 +392,7 @@ def open_tcp(host: str, port: int, seconds: float) -> socket.socket:
 def knock(host: str, port: int, *, read_ident: bool = False) -> tuple[Port, str]:
     """Return a port's state and, if asked, its SSH banner, within KNOCK_SECONDS."""
     deadline = time.monotonic() + KNOCK_SECONDS
-    seen, ident = Port.SILENT, b""
+    seen, ident = Port.UNSEEN, b""
     try:
         tcp = open_tcp(host, port, KNOCK_SECONDS)
     except (ConnectionRefusedError, ConnectionResetError):
@@ -401,7 +401,7 @@ def knock(host: str, port: int, *, read_ident: bool = False) -> tuple[Port, str]
         silent = isinstance(error, TimeoutError) or error.errno == errno.EHOSTUNREACH
         return (Port.SILENT if silent else Port.UNSEEN), ""
     with tcp, contextlib.suppress(OSError):  # it is late, or gone
-        tcp.getpeername()  # fails if not: Linux wakes us before it notes EHOSTUNREACH
+        tcp.getpeername()  # raises without a connection: Linux may wake us too early
         seen = Port.OPEN
         while read_ident and b"\n" not in ident and len(ident) < 255:
             tcp.settimeout(max(deadline - time.monotonic(), 0.001))
