@@ -1640,7 +1640,7 @@ class Server(ThreadingHTTPServer):
     def shutdown_request(self, request: Any) -> None:
         """Hang up, and free the thread's place: every connection ends here."""
         with self.lock:  # or `_drop` could meet a closed socket
-            super().shutdown_request(request)
+            self.close_request(request)
             self.connections.pop(request, None)
             self.lock.notify()
 
