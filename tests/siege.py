@@ -165,11 +165,11 @@ def besiege(
     pid: int, begin_attack: Begin, where: Where, tls: ssl.SSLContext | None = None
 ) -> Figures:
     """Be the owner of a daemon that is attacked; returns the figures."""
-    ask(where, tls, LOGIN)
+    assert ask(where, tls, LOGIN) < math.inf
     answers, before, memory, threads = [], rss(pid), 0.0, 0
     end_attack = begin_attack()
     with ThreadPoolExecutor(200) as pool:
-        time.sleep(2)  # until all of them are there
+        time.sleep(2)  # all of them come within the first second
         for beat in range(100):
             if not tls or beat % 10 == 0:
                 answers.append(pool.submit(ask, where, tls))
