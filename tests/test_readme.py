@@ -28,9 +28,8 @@ def blocks(page: str, start: str) -> list[str]:
     return [re.sub(r"(?m)^ {4}", "", block).strip("\n") + "\n" for block in found]
 
 
-def test_each_page_is_short_and_each_link_leads_somewhere() -> None:
+def test_each_link_leads_somewhere() -> None:
     for page, text in PAGES.items():
-        assert len(text.splitlines()) <= (220 if text == README else 150)
         for link in re.findall(r"(?:\]\((?!https:)|src=\")(.*?)[)\"]", text):
             path, _, anchor = link.partition("#")
             target = page.parent.joinpath(path).resolve() if path else page
