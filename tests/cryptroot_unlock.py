@@ -68,6 +68,8 @@ def cryptroot_unlock(
     disks.save(path)
     time.sleep(disks.slow)
     told, status = "cryptsetup: cryptsetup failed, bad password or options?\n", 1
+    if len(disks.received) % 3 == 0:
+        told = f"cryptsetup: maximum number of tries exceeded for {name}\n"
     if given == passphrase.encode():
         del disks.locked[name]
         disks.save(path)

@@ -78,6 +78,14 @@ def test_what_is_wrong_with_the_box_is_told_by_the_status_as_well(
     assert status == 1
 
 
+def test_one_thing_that_is_wrong_is_enough(tmp_path: Path, lab: Homelab) -> None:
+    """Even if everything after it is right."""
+    status, table = run(BASE | lab.settings(), tmp_path, mode=0o604)
+    wrong = [thing for thing, seen in table.items() if seen.startswith("WRONG")]
+    assert (status, wrong) == (1, ["configuration"])
+    assert [*table][-1] != "configuration"
+
+
 DIGITS = "- digits only: enough behind a VPN, not on the internet"
 TAKEN = "- Address already in use; correct WAKER_LISTEN, unless waker itself is running"
 ABROAD = "WRONG Cannot assign requested address; correct WAKER_LISTEN"

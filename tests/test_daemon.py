@@ -1,5 +1,6 @@
 """The program as its users run it: its commands, its log, its child, its secrets."""
 
+import contextlib
 import json
 import os
 import re
@@ -14,11 +15,14 @@ from pathlib import Path
 
 import pytest
 from conftest import (
+    CHECKOUT,
     MAC,
     MACHINE,
+    MODULE,
     PASSPHRASE,
     PIN,
     PROGRAM,
+    Client,
     daemon,
     environment,
     new_app,
@@ -29,7 +33,7 @@ from conftest import (
 )
 from cryptroot_unlock import Disks
 from homelab import Homelab
-from ssh_servers import paramiko_server
+from ssh_servers import free_port, paramiko_server
 
 import waker
 
@@ -122,6 +126,30 @@ def test_the_log_names_who_came_and_never_a_trusted_proxy() -> None:
     ]
 
 
+def test_no_connection_takes_the_place_of_a_closed_standard_error() -> None:
+    """Or its client would read the log."""
+    port = free_port()
+    where = {"WAKER_LISTEN": f"127.0.0.1:{port}", "WAKER_PIN": PIN}
+    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", *MODULE]
+    with subprocess.Popen(
+        command, cwd=CHECKOUT, env=environment(MACHINE | where)
+    ) as process:
+        client = Client(port)
+
+        def answers() -> bool:
+            with contextlib.suppress(ConnectionRefusedError):
+                return client.attempt("wrong!").status == 401
+            return False
+
+        try:
+            wait_for(answers)
+            assert Path(f"/proc/{process.pid}/fd/2").readlink() == Path("/dev/null")
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
 # ---- The child that unlocks ----------------------------------------------------------
 
 
@@ -141,6 +169,20 @@ def test_sigterm_lets_a_running_unlock_finish(tmp_path: Path) -> None:
             assert started.process.wait(60) == 0
     assert answer.result().json["message"] == "Unlocked: d."
     assert not Path(f"/proc/{child}").exists()
+
+
+def test_ctrl_c_lets_a_running_unlock_finish(tmp_path: Path) -> None:
+    """The terminal sends it to every process of the daemon's group."""
+    terminal = "setsid", "env", "--default-signal=INT"
+    with paramiko_server(tmp_path, Disks(ONE, slow=2)) as initrd:
+        with daemon(initrd.machine().settings() | MAC, *terminal) as started:
+            client = started.client.log_in()
+            with ThreadPoolExecutor() as pool:
+                answer = pool.submit(client.unlock)
+                wait_for(initrd.received)
+                os.killpg(started.process.pid, signal.SIGINT)
+                assert answer.result().json["message"] == "Unlocked: d."
+            assert started.process.wait(60) == 0
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,13 @@ OPEN = "already_open: no passphrase is needed: every disk is already open"
 UP = "up: no passphrase is needed: the system is already up"
 MISSING = "error: logged in, but there is no unlock command"
 FOREIGN = "error: a prompt is not for a disk; answer it by hand. The passphrase was not"
+# For a command over SSH, bash reads .bashrc.
+NO_PRINTF = (
+    "echo enable -n printf >FOLDER/.bashrc;"
+    " sed -i 's|^root:.*|root:x:0:0::FOLDER:/bin/bash|' /etc/passwd"
+)
+# Another disk has failed, and the first one is still being checked.
+ONE_FAILED = "touch FOLDER/keys/other FOLDER/failed/other; export DERIVATION=1"
 PIN = "systemd-ask-password --no-tty --timeout=0 --id=tpm2-pin PIN: >>FOLDER/tried &"
 
 
@@ -93,6 +100,9 @@ def systemd(
         ({}, {}, {"x": OPEN}, []),
         (ROOT, {"setup": "rm /etc/initrd-release"}, {"x": UP}, []),
         (ROOT, {"ssh": "-o SetEnv=PATH=/nonexistent"}, {"x": MISSING}, []),
+        # An external printf would show the passphrase to every process.
+        (ROOT, {"setup": NO_PRINTF}, {"x": MISSING}, []),
+        (ROOT, {"setup": ONE_FAILED}, {"1": f"{WRONG}root. "}, ["root 1"]),
         (ROOT, {"setup": "sleep 2"}, {"x": f"{UNLOCKED}root."}, ["root x"]),
         (ROOT, {"setup": PIN}, {"x": FOREIGN}, []),
         # An initrd that makes way for the system, and a silent one, confirm nothing.
@@ -101,7 +111,8 @@ def systemd(
     ],
     ids=[
         *("odd", "later", "another", "gives up", "open"),
-        *("booted", "no agent", "early", "foreign", "over", "silent"),
+        *("booted", "no agent", "no printf", "one failed"),
+        *("early", "foreign", "over", "silent"),
     ],
 )
 def test_systemd_is_answered_and_told_as_what_was_seen(

@@ -25,12 +25,14 @@ from conftest import (
     wait_for_child,
 )
 from cryptroot_unlock import Disks
-from homelab import Homelab
+from homelab import Homelab, new_key, public_line
+from namespaces import Home, home, ip, udp_packets
 from ssh_servers import Initrd, free_port, paramiko_server
 from test_unlock import peer
 
 import waker
 
+__all__ = ["home"]  # a fixture
 ONE = {"d": PASSPHRASE}
 NOT_SENT = "The passphrase was not sent."
 SENT = "Cancelled. The passphrase was sent."
@@ -133,6 +135,36 @@ def test_a_start_that_fails_says_why_for_an_hour(
     assert app.starter.members(now + 3600) is None
     assert (len(lab.packets) >= 6) == ("did not wake" in end)  # three at a time
     assert set(lab.packets) <= {waker.magic_packet(mac)}
+
+
+def test_a_later_packet_that_fails_does_not_end_the_start(
+    home: Home, tmp_path: Path
+) -> None:
+    """A switch that restarts, or a card that changes its speed, takes the link away."""
+    router, machine, _ = home
+    ip(f"-n {router.name} route del default")  # or the packet would leave there
+    (tmp_path / "ssh_key").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\n")
+    (tmp_path / "ssh_key").chmod(0o600)
+    settings = MAC | {"WAKER_PIN": PIN, "WAKER_HOMELAB_HOST": "192.168.77.99"}
+    settings["WAKER_SSH_HOST_KEY"] = public_line(new_key())
+    config = waker.read_config(settings, tmp_path)._replace(packet_seconds=0.1)
+    starter = new_app(config).starter
+
+    def message() -> str:
+        told: Any = starter.members(time.monotonic())
+        return str(told["message"])
+
+    with machine.capture() as frames:
+        router.run(lambda: starter.begin(waker.Passphrase("x"), time.monotonic()))
+        wait_for(lambda: udp_packets(frames))
+        ip(f"-n {router.name} link set lan down")
+        failed = "Failed to send WOL packet: Network is unreachable; trying again"
+        wait_for(lambda: message() == failed)
+        udp_packets(frames)
+        ip(f"-n {router.name} link set lan up")
+        wait_for(lambda: udp_packets(frames))
+    starter.cancel()
+    wait_for(lambda: message().startswith("Cancelled"))
 
 
 def test_an_early_initrd_is_asked_again(tmp_path: Path) -> None:

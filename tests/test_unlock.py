@@ -71,6 +71,13 @@ def test_each_disk_that_asks_is_answered_once(tmp_path: Path, server: str) -> No
         assert initrd.received() == [ODD.encode()] * 2 + [b" "] * 2
 
 
+def test_the_third_wrong_passphrase_is_reported_as_wrong(tmp_path: Path) -> None:
+    """Debian has other words for it, and goes on asking."""
+    with paramiko_server(tmp_path, Disks(ONE)) as initrd:
+        told = [unlock(initrd.machine(), given) for given in ("1", "2", "3", "4")]
+    assert told == [f"{WRONG}d."] * 4
+
+
 @pytest.mark.parametrize("server", ["dropbear", "openssh"])
 def test_what_is_not_right_is_told_and_nothing_sent(
     tmp_path: Path, server: str
