@@ -49,10 +49,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import IPv4Address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NewType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NewType, cast
 
 if TYPE_CHECKING:  # imported lazily: they would cost memory for the daemon's whole life
     import ssl
+    from subprocess import Popen
 
     from paramiko import PKey, Transport  # the daemon never imports it: 20 MB
 
@@ -731,48 +732,86 @@ def unlock(machine: Machine, passphrase: Passphrase, deadline: float) -> Reports
         yield why.result._asdict()
 
 
+def filled_pipe(data: bytes) -> io.FileIO:
+    """Return the reading end of a pipe whose buffer holds `data`, up to 4 KiB."""
+    reader, writer = os.pipe()
+    with io.FileIO(writer, "w") as end:
+        end.write(data)
+    return io.FileIO(reader)
+
+
 class Unlocker:
     """Runs `waker.py unlock`, one at a time: a hung process can be killed."""
 
-    def __init__(self, config: Config, program: Path) -> None:
+    def __init__(
+        self, config: Config, program: Path, environment: Mapping[str, str]
+    ) -> None:
         command = sys.executable, str(program.resolve()), "unlock"
         self._command = (*command, "--seconds", str(config.unlock_seconds))
         self._seconds = config.unlock_seconds
-        self._environment = config.machine.settings()  # and nothing else: no PIN
+        self._machine = config.machine
+        # A variable such as PYTHONPATH may be what makes paramiko available.
+        others = {n: v for n, v in environment.items() if not n.startswith("WAKER_")}
+        self._environment = others | config.machine.settings()  # no PIN
         self.busy = threading.Lock()  # held while claimed
         self.cancelled = threading.Event()  # ends the process if nothing was sent
 
-    def claim(self) -> None:
-        """Reserve the unlocker. Raises: Fault 409 if it is taken."""
+    def _find_fault(self) -> str:
+        """Return why no unlock can succeed on this box, or an empty string."""
+        if not self._machine.host_keys:
+            return NO_PIN
+        if not importlib.util.find_spec("paramiko"):  # importing it would cost 20 MB
+            return NO_PARAMIKO
+        fault = file_fault(self._machine.key, private=True)
+        return fault and f"SSH key {fault}"
+
+    def claim(self, purpose: str) -> None:
+        """Reserve the unlocker. Raises: Fault 409 if it is taken; 500."""
+        if fault := self._find_fault():
+            text = f"Failed to {purpose}: {fault}. The passphrase was not sent."
+            raise Fault(500, text)
         if not self.busy.acquire(blocking=False):
             raise Fault(409, "Another unlock or start is running; wait for it to end")
         self.cancelled.clear()
 
+    def _read_reports(self, child: "Popen[bytes]") -> bytes:
+        """Read all that the process prints; kill it at its deadline or by a cancel."""
+        stdout = cast("io.BufferedReader", child.stdout)
+        deadline = time.monotonic() + self._seconds
+        reports = b""
+        with child:  # waits for its end
+            while True:
+                if select.select([stdout], [], [], 0.1)[0]:  # seconds between checks
+                    data = os.read(stdout.fileno(), 4096)
+                    if not data:
+                        return reports
+                    reports += data
+                # It reports before it sends, so a silent process has sent nothing.
+                cancelled = self.cancelled.is_set() and not reports
+                if cancelled or time.monotonic() > deadline:
+                    child.kill()  # what it has reported is still read
+
     def run(self, passphrase: Passphrase) -> Result:
         import subprocess
 
+        given = b"" if self.cancelled.is_set() else passphrase.data
         try:
-            child = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=self._environment,
-                start_new_session=True,  # so that ^C ends the daemon, but not an unlock
-            )
+            # The passphrase is in the pipe before the process begins, so that nothing
+            # can delay or lose it. The process inherits our blocked SIGTERM and SIGINT;
+            # the session of its own protects it from a terminal that is closed.
+            with filled_pipe(given) as stdin:
+                child = subprocess.Popen(
+                    self._command,
+                    stdin=stdin,
+                    stdout=subprocess.PIPE,
+                    env=self._environment,
+                    start_new_session=True,
+                )
         except OSError as error:
             reason = f"the unlocking process cannot start: {error.strerror}"
             return Result.of(Outcome.ERROR, reason, sent=False)
-        told, ends = b"", time.monotonic() + self._seconds
-        given = b"" if self.cancelled.is_set() else passphrase.data
-        while child.returncode is None:
-            try:
-                told, _ = child.communicate(given, 0.1)  # seconds between checks
-            except subprocess.TimeoutExpired as late:
-                told, given = late.stdout or b"", b""
-                # The child reports before it sends: a silent child may be killed.
-                if time.monotonic() > ends or (self.cancelled.is_set() and not told):
-                    child.kill()
-        lines = [json.loads(line) for line in told.splitlines()]
+        reports = self._read_reports(child)
+        lines = [json.loads(line) for line in reports.splitlines()]
         if lines and "outcome" in lines[-1]:
             return Result(**lines[-1])
         reason = f"the unlocking process ended with status {child.returncode}"
@@ -1094,12 +1133,8 @@ class Starter:
 
     def begin(self, passphrase: Passphrase, now: float) -> None:
         """Start. Raises: Fault 409 while another start or unlock runs; 500; 503."""
-        if not self._config.machine.host_keys:
-            raise Fault(500, f"Failed to start: {NO_PIN}")
-        if not importlib.util.find_spec("paramiko"):  # to import it would cost 20 MB
-            raise Fault(500, f"Failed to start: {NO_PARAMIKO}")
         with self._lock:
-            self._unlocker.claim()
+            self._unlocker.claim("start")
             self._told = "waking", None, "Looking for the machine"
             self._began, self._ended = now, math.inf
             # The process waits for this thread, unlike for the one that begins it.
@@ -1268,12 +1303,16 @@ class App:
     """All that lives as long as the daemon."""
 
     def __init__(
-        self, config: Config, program: Path, tls: "ssl.SSLContext | None" = None
+        self,
+        config: Config,
+        program: Path,
+        environment: Mapping[str, str],
+        tls: "ssl.SSLContext | None" = None,
     ) -> None:
         self.config, self.tls = config, tls
         self.page, self.icon = load_page()
         self.gate, self.watcher = Gate(), Watcher(config.machine)
-        self.unlocker = Unlocker(config, program)
+        self.unlocker = Unlocker(config, program, environment)
         self.starter = Starter(config, self.watcher, self.unlocker)
 
 
@@ -1313,7 +1352,7 @@ def take_passphrase(request: Request) -> Passphrase:
 
 def post_unlock(app: App, request: Request) -> Response:
     passphrase = take_passphrase(request)
-    app.unlocker.claim()
+    app.unlocker.claim("unlock")
     try:
         result = app.unlocker.run(passphrase)
     finally:
@@ -1812,7 +1851,6 @@ def serve(app: App) -> int:
 
 def unlock_once(machine: Machine, seconds: int) -> Reports:
     """Read a passphrase, and do one unlock."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd tells the whole group
     try:
         if os.isatty(0):
             passphrase = Passphrase(getpass.getpass("Passphrase: "))
@@ -1884,7 +1922,7 @@ def main(argv: Sequence[str]) -> int:
                 print(json.dumps(told), flush=True)
             os._exit(told["outcome"] != "unlocked")  # paramiko's timers would take 15 s
         config = read_config(values, folder)
-        app = App(config, Path(argv[0]), make_tls(config))
+        app = App(config, Path(argv[0]), os.environ, make_tls(config))
         if arguments.command == "check":
             os._exit(print_table(check(config, file)))  # which hangs up as well
     except ConfigError as error:

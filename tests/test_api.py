@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from conftest import PASSPHRASE, PIN, PROGRAM, Client, running, wait_for
+from conftest import PASSPHRASE, PIN, PROGRAM, Client, new_app, running, wait_for
 from homelab import Homelab
 
 import waker
@@ -124,7 +124,7 @@ def test_strangers_lock_nobody_out_and_fill_no_memory() -> None:
 
 
 def test_a_token_lives_15_minutes_and_64_live_at_a_time(config: waker.Config) -> None:
-    app = waker.App(config, Path(PROGRAM))
+    app = new_app(config)
     token, *others = (app.gate.issue(1000) for _ in range(64))
     for now, status in ((1899.9, 409), (1900, 401)):
         request = waker.Request("DELETE", "/api/start", "192.0.2.1", now, token=token)

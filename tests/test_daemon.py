@@ -9,10 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import venv
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import paramiko
 import pytest
 from conftest import (
     CHECKOUT,
@@ -75,9 +78,21 @@ def test_without_paramiko_it_wakes_and_watches(lab: Homelab, tmp_path: Path) -> 
         assert client.call("POST", "/api/wol").status == 200
         answers = [client.start(), client.unlock()]
     assert [(answer.status, answer.error) for answer in answers] == [
-        (500, f"Failed to start: {waker.NO_PARAMIKO}"),
+        (500, f"Failed to start: {waker.NO_PARAMIKO}. The passphrase was not sent."),
         (500, f"Failed to unlock: {waker.NO_PARAMIKO}. The passphrase was not sent."),
     ]
+
+
+def test_an_unlock_finds_paramiko_where_the_daemon_finds_it(tmp_path: Path) -> None:
+    """`waker check` in the same environment says that all is well."""
+    venv.create(tmp_path / "bare", symlinks=True)
+    python = str(tmp_path / "bare" / "bin" / "python")
+    modules = Path(paramiko.__file__).parent.parent
+    with paramiko_server(tmp_path, Disks(ONE)) as initrd:
+        settings = initrd.machine().settings() | MAC | {"PYTHONPATH": str(modules)}
+        with daemon(settings, program=(python, PROGRAM)) as started:
+            answer = started.client.log_in().unlock()
+    assert answer.json == {"success": True, "message": "Unlocked: d."}
 
 
 def test_state_and_unlock_read_only_what_they_need() -> None:
@@ -153,6 +168,31 @@ def test_no_connection_takes_the_place_of_a_closed_standard_error() -> None:
 # ---- The child that unlocks ----------------------------------------------------------
 
 
+def test_a_box_that_stalls_loses_no_passphrase(
+    config: waker.Config, tmp_path: Path
+) -> None:
+    """A busy one may stop a thread for 150 ms whenever it has waited for a file."""
+    program = tmp_path / "child.py"
+    program.write_text(
+        "import json, sys\n"
+        "told = sys.stdin.buffer.read().decode()\n"
+        "print(json.dumps({'outcome': 'unlocked', 'sent': True, 'message': told}))\n"
+    )
+
+    def stall(frame: object, event: str, function: Any) -> None:
+        if event == "c_return" and function.__name__ in {"poll", "select"}:
+            time.sleep(0.15)
+
+    config = config._replace(unlock_seconds=10)
+    unlocker = waker.App(config, program, os.environ).unlocker
+    sys.setprofile(stall)
+    try:
+        result = unlocker.run(waker.Passphrase(PASSPHRASE))
+    finally:
+        sys.setprofile(None)
+    assert result == waker.Result("unlocked", sent=True, message=PASSPHRASE)
+
+
 def test_sigterm_lets_a_running_unlock_finish(tmp_path: Path) -> None:
     with paramiko_server(tmp_path, Disks(ONE, slow=2)) as initrd:
         with daemon(initrd.machine().settings() | MAC) as started:
@@ -171,18 +211,23 @@ def test_sigterm_lets_a_running_unlock_finish(tmp_path: Path) -> None:
     assert not Path(f"/proc/{child}").exists()
 
 
-def test_ctrl_c_lets_a_running_unlock_finish(tmp_path: Path) -> None:
-    """The terminal sends it to every process of the daemon's group."""
-    terminal = "setsid", "env", "--default-signal=INT"
-    with paramiko_server(tmp_path, Disks(ONE, slow=2)) as initrd:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_running_unlock_survives_its_terminal(tmp_path: Path, number: int) -> None:
+    """^C reaches every process of the daemon's group, and so does a hang-up."""
+    terminal = "setsid", "env", f"--default-signal={number}"
+    with paramiko_server(tmp_path, Disks(ONE)) as initrd:
         with daemon(initrd.machine().settings() | MAC, *terminal) as started:
             client = started.client.log_in()
             with ThreadPoolExecutor() as pool:
                 answer = pool.submit(client.unlock)
+                wait_for_child(started.process.pid)
+                os.killpg(started.process.pid, number)
                 wait_for(initrd.received)
-                os.killpg(started.process.pid, signal.SIGINT)
+            if number == signal.SIGINT:
                 assert answer.result().json["message"] == "Unlocked: d."
-            assert started.process.wait(60) == 0
+                assert started.process.wait(60) == 0
+            else:
+                assert started.process.wait(60) == -number
 
 
 @pytest.mark.parametrize(

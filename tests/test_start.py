@@ -203,7 +203,15 @@ def test_what_could_only_fail_wakes_nobody(config: waker.Config, lab: Homelab) -
     with running(config._replace(machine=machine)) as client:
         answer = client.log_in().start()
         assert (answer.status, told(client)) == (500, None)
-        assert answer.error == f"Failed to start: {waker.NO_PIN}"
+        assert answer.error == f"Failed to start: {waker.NO_PIN}. {NOT_SENT}"
+    with running(config) as client:
+        client.log_in()
+        lab.ssh_key.unlink()  # the daemon runs already
+        fault = f"SSH key {lab.ssh_key} is missing or empty. {NOT_SENT}"
+        for answer, wish in ((client.start(), "start"), (client.unlock(), "unlock")):
+            assert answer.status == 500
+            assert answer.error == f"Failed to {wish}: {fault}"
+        assert told(client) is None
     assert lab.packets == []
 
 
@@ -226,7 +234,7 @@ def test_a_cancel_before_the_process_begins_sends_nothing(
     waker.wake(config)
     lab.wait_for("locked")
     unlocker = new_app(config).unlocker
-    unlocker.claim()
+    unlocker.claim("unlock")
     unlocker.cancelled.set()
     assert not unlocker.run(waker.Passphrase(PASSPHRASE)).sent
     assert Disks.load(lab.state).received == []
