@@ -203,7 +203,7 @@ class Dialect(NamedTuple):
 
     A match in the output of `command` is an event. The group name is the kind, its
     text the disk or disks. `asks`: a passphrase is expected on standard input; `opened`
-    and `rejected` are verdicts. Any other name is one of Outcome.
+    and `rejected` are verdicts. BEFORE_SENDING has the others.
     """
 
     name: str
@@ -459,7 +459,6 @@ CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
 LOST_SECONDS: Final = 10  # without a sign of life from the machine's kernel: it is gone
 HANDSHAKE_SECONDS: Final = 10  # key exchange, and login: slow boxes take one or two
 END_SECONDS: Final = 3  # for a command to end after its verdict
-PAUSE_SECONDS: Final = 2  # between two looks: OpenSSH blocks faster clients
 Reports = Iterator[Mapping[str, object]]  # {"sent": True}, then the final result
 PEER_ERRORS: Final = Exception  # paramiko raises whatever ended its thread
 NO_PARAMIKO: Final = "paramiko is missing or incomplete; install python3-paramiko"
@@ -470,16 +469,11 @@ class Outcome(enum.Enum):
     """The outcome of an unlock, for programs and people; {} is a detail."""
 
     UNLOCKED = "unlocked", "Unlocked: {}"
-    SEEN_UP = "unlocked", "{}; then the system's SSH answered"
-    SETTLED = "unlocked", "no disk asks any more, but nothing confirmed disk {}"
-    OPEN = "already_open", "no passphrase is needed: every disk is already open"
-    NOTHING = OPEN  # by exit status 0, which is no verdict
-    BOOTED = "up", "no passphrase is needed: the system is already up"
-    WAITS = "not_confirmed", "{}; the initrd still waits: probably a wrong passphrase"
-    GONE = "not_confirmed", "{}; the machine may be booting, or have lost its power"
-    UNTOLD = "not_confirmed", "not confirmed: {}"
+    NOT_CONFIRMED = "not_confirmed", "Not confirmed: the passphrase was sent, but {}"
     WRONG = "wrong_passphrase", "Wrong passphrase for disk {}"
-    DEAD = "gave_up", "the initrd has given up on a disk; restart the machine"
+    DEAD = "gave_up", "the initrd has given up on a disk; restart the machine{}"
+    OPEN = "already_open", "no passphrase is needed: every disk is already open"
+    BOOTED = "up", "no passphrase is needed: the system is already up"
     HOST_KEY = "host_key_differs", "the host key differs: {}"
     KEY = "key_refused", "the initrd refused our key {}"
     UNREACHED = "not_asked", "port {}"
@@ -495,6 +489,22 @@ class Outcome(enum.Enum):
     ERROR = "error", "{}"
 
 
+# What an event means before the passphrase was sent; any other event is ENDED.
+BEFORE_SENDING: Final = (
+    ("open", Outcome.OPEN),
+    ("nothing", Outcome.OPEN),
+    ("booted", Outcome.BOOTED),
+    ("dead", Outcome.DEAD),
+    ("early", Outcome.EARLY),
+    ("idle", Outcome.IDLE),
+    ("lost", Outcome.LOST),
+    ("silent", Outcome.SILENT),
+    ("missing", Outcome.MISSING),
+    ("refused", Outcome.REFUSED),
+    ("foreign", Outcome.FOREIGN),
+)
+
+
 class Result(NamedTuple):
     """The reported result of an unlock; `outcome` is for programs."""
 
@@ -507,7 +517,7 @@ class Result(NamedTuple):
         """Build the message; unless obvious, say whether the passphrase was sent."""
         word, sentence = outcome.value
         message = f"{sentence.format(detail)}."
-        if outcome not in (Outcome.UNLOCKED, Outcome.SEEN_UP, Outcome.WRONG):
+        if outcome not in (Outcome.UNLOCKED, Outcome.NOT_CONFIRMED, Outcome.WRONG):
             message += f" The passphrase was {'' if sent else 'not '}sent."
         return cls(word, sent, message)
 
@@ -623,96 +633,96 @@ class Command:
         self._channel.set_combine_stderr(True)
         self._channel.exec_command(dialect.command)
 
+    def _find_event(self) -> str:
+        """Take the first event out of the output; returns its name, or nothing."""
+        found = self._dialect.events.search(self._output)
+        if not found or not found.lastgroup:
+            return ""
+        self._output = self._output[found.end() :]
+        self.disk = found[found.lastgroup] or self.disk
+        return found.lastgroup
+
     def hear(self, until: float) -> str:
         """Wait for an event of the dialect, the end of the command, or else silence."""
-        while (left := until - time.monotonic()) > 0:
-            found = self._dialect.events.search(self._output)
-            if found and found.lastgroup:
-                self._output = self._output[found.end() :]
-                self.disk = found[found.lastgroup] or self.disk
-                return found.lastgroup
-            self._channel.settimeout(left)
+        expired = False
+        while not (event := self._find_event()):
+            if expired:
+                return "silent"
+            left = until - time.monotonic()
+            expired = left <= 0  # then look once more at what has arrived in time
+            self._channel.settimeout(max(left, 0))
             try:
-                data = self._channel.recv(4096)
+                data = self._channel.recv(65536)
             except TimeoutError:
-                break
+                return "silent"
             if not data:
                 self._channel.status_event.wait(END_SECONDS)  # it may follow
                 endings = {0: "nothing", 126: "missing", 127: "missing"}
                 return endings.get(self._channel.exit_status, "ended")
             # No initrd writes 64 KiB between two events.
             self._output = self._output[-65536:] + data.decode("ascii", "replace")
-        return "silent"
+        return event
 
     def answer(self, passphrase: Passphrase, until: float) -> str:
         """Send the passphrase, exactly; returns the event that follows."""
-        try:
+        with contextlib.suppress(PEER_ERRORS):  # what arrived before still counts
             self._channel.sendall(passphrase.data + self._dialect.ending)
             if not self._dialect.ending:
                 self._channel.shutdown_write()
-            return self.hear(until)
-        except PEER_ERRORS:
-            return "ended"
+        return self.hear(until)
 
 
-def judge(
-    machine: Machine, disk: str, event: str, before: Sight, deadline: float
-) -> tuple[Outcome, str]:
-    """Return the outcome after sending; without a verdict, watch the ports."""
+def tell_loss(transport: "Transport", event: str, deadline: float) -> str:
+    """Replace the end of a command by `lost`, or by `silent` if we hung up."""
+    if event not in ("ended", "refused"):
+        return event
+    transport.join(1)  # it may be about to notice that the connection has ended
+    if transport.is_active():
+        return event
+    return "lost" if time.monotonic() < deadline else "silent"
+
+
+def judge(event: str, disk: str, opened: str, warning: str) -> Result:
+    """Return the result after the passphrase was sent, and no success followed."""
     if event == "rejected":
-        return Outcome.WRONG, disk + machine.dialect.warning
-    if event in ("open", "dead"):
-        return Outcome.SETTLED if event == "open" else Outcome.DEAD, disk
-    why = "the connection was lost" if event == "lost" else "no answer came"
-    why += " after the passphrase was sent"
-    deadline = min(deadline, time.monotonic() + 45)  # seconds: a boot
-    while True:
-        sight = look(machine)
-        # A port that was silent before proves nothing: it may have been open.
-        if before.system is Port.CLOSED and sight.system is Port.OPEN:
-            return Outcome.SEEN_UP, why
-        if time.monotonic() + PAUSE_SECONDS > deadline:
-            outcome = Outcome.WAITS if sight.initrd is Port.OPEN else Outcome.GONE
-            return outcome, f"not confirmed: {why}"
-        time.sleep(PAUSE_SECONDS)
+        return Result.of(Outcome.WRONG, disk + opened + warning, sent=True)
+    if event == "dead":
+        return Result.of(Outcome.DEAD, opened, sent=True)
+    reason = "the initrd did not confirm it"
+    if event == "lost":
+        reason = "the connection was lost before the initrd confirmed it"
+    return Result.of(Outcome.NOT_CONFIRMED, reason + opened, sent=True)
 
 
-def converse(
+def answer_disks(
     transport: "Transport", machine: Machine, passphrase: Passphrase, deadline: float
 ) -> Reports:
     """Answer each disk that asks, once, until no new disk asks. Raises: NotSent."""
-    before = None  # the look before the answer to a disk, until that is opened
-    opened: list[str] = []
+    dialect, opened = machine.dialect, list[str]()
     until = min(deadline, time.monotonic() + 60)  # an emulated machine took 30 s
     while True:
         try:
-            command = Command(transport, machine.dialect)
+            command = Command(transport, dialect)
             event = command.hear(until)
         except PEER_ERRORS:
             event = "refused"
         if event != "asks" or command.disk in opened:
             break
-        before = look(machine)
         yield {"sent": True}
         event = command.answer(passphrase, deadline)
         if event != "opened":
-            break
-        before = None
+            event = tell_loss(transport, event, deadline)
+            others = f"; unlocked: {', '.join(opened)}" if opened else ""
+            yield judge(event, command.disk, others, dialect.warning)._asdict()
+            return
         opened.append(command.disk)
         # Dropbear may end a channel that is opened before the last one has ended.
         command.hear(time.monotonic() + END_SECONDS)
         until = min(deadline, time.monotonic() + 15)  # seconds, for the next disk
-    if event in ("ended", "refused"):
-        transport.join(1)  # it may be about to notice that the connection has ended
-        if not transport.is_active():
-            event = "lost" if time.monotonic() < deadline else "silent"
-    outcome, detail = Outcome.UNLOCKED, ", ".join(opened)
-    if before:
-        outcome, detail = judge(machine, command.disk, event, before, deadline)
-        detail += f"; unlocked: {', '.join(opened)}" if opened else ""
-    elif not opened:
-        raise NotSent(Outcome.__members__.get(event.upper(), Outcome.ENDED))
-    yield Result.of(outcome, detail, sent=True)._asdict()
+    if not opened:
+        event = tell_loss(transport, event, deadline)
+        raise NotSent(dict(BEFORE_SENDING).get(event, Outcome.ENDED))
+    yield Result.of(Outcome.UNLOCKED, ", ".join(opened), sent=True)._asdict()
 
 
 def unlock(machine: Machine, passphrase: Passphrase, deadline: float) -> Reports:
@@ -727,7 +737,7 @@ def unlock(machine: Machine, passphrase: Passphrase, deadline: float) -> Reports
         watchdog.start()
         verify(exchange_keys(transport, machine), machine)
         log_in(transport, machine)
-        yield from converse(transport, machine, passphrase, deadline)
+        yield from answer_disks(transport, machine, passphrase, deadline)
     except NotSent as why:
         yield why.result._asdict()
 
@@ -814,8 +824,9 @@ class Unlocker:
         lines = [json.loads(line) for line in reports.splitlines()]
         if lines and "outcome" in lines[-1]:
             return Result(**lines[-1])
-        reason = f"the unlocking process ended with status {child.returncode}"
-        outcome = Outcome.UNTOLD if lines else Outcome.ERROR
+        status = child.returncode
+        reason = f"the unlocking process ended with status {status}; see waker's log"
+        outcome = Outcome.NOT_CONFIRMED if lines else Outcome.ERROR
         return Result.of(outcome, reason, sent=bool(lines))
 
 
@@ -1359,6 +1370,9 @@ def post_unlock(app: App, request: Request) -> Response:
         app.unlocker.busy.release()
     if result.outcome == "wrong_passphrase":
         raise Fault(400, result.message)
+    if result.outcome == "not_confirmed":
+        text = result.message.removesuffix(".")
+        raise Fault(500, f"{text}; watch GET /api/status")
     if result.outcome not in ("unlocked", "already_open", "up"):
         raise Fault(500, f"Failed to unlock: {result.message}")
     return done(request, result.message)

@@ -29,7 +29,8 @@ class Disks:
     lingers: bool = False  # the command takes its time to end
     slow: float = 0  # seconds that a key derivation takes
     wordless: bool = False  # the command says nothing of the answer
-    dies: str = ""  # power is lost `before` it asks, or `after`; at the homelab only
+    # It loses power `before` it asks, or `after`; or it `hangs up` after the answer.
+    dies: str = ""
     received: list[str] = field(default_factory=list)  # every answer, in hex
 
     @classmethod
@@ -46,7 +47,7 @@ def cryptroot_unlock(
     path: Path,
     read: Callable[[], bytes],
     say: Callable[[str], None],
-    lose_power: Callable[[], None],
+    die: Callable[[str], object] = sys.exit,
 ) -> int:
     """Run once; returns the exit status."""
     disks = Disks.load(path)
@@ -60,7 +61,7 @@ def cryptroot_unlock(
         read()
         return 1
     if disks.dies == "before":
-        lose_power()
+        die(disks.dies)
     name, passphrase = next(iter(disks.locked.items()))
     say(f"Please unlock disk {name}\n")
     given = read()
@@ -74,8 +75,8 @@ def cryptroot_unlock(
         del disks.locked[name]
         disks.save(path)
         told, status = f"cryptsetup: {name} set up successfully\n", 0
-    if disks.dies == "after":
-        lose_power()
+    if disks.dies:
+        die(disks.dies)
     if not disks.wordless:
         say(told)
     if disks.lingers:
@@ -90,4 +91,4 @@ def say_now(text: str) -> None:
 
 if __name__ == "__main__":
     read = sys.stdin.buffer.read
-    sys.exit(cryptroot_unlock(Path(sys.argv[1]), read, say_now, sys.exit))
+    sys.exit(cryptroot_unlock(Path(sys.argv[1]), read, say_now))

@@ -127,16 +127,18 @@ class SshServer:
                     self.state,
                     channel.makefile("rb").read,
                     lambda text: channel.sendall(text.encode()),
-                    self._lose_power,
+                    lambda how: self._die(channel, how),
                 )
             channel.send_exit_status(status)
             channel.shutdown_write()  # to close might overtake "the command has begun"
             if self.state and not Disks.load(self.state).locked:
                 self.ended.set()
 
-    def _lose_power(self) -> None:
-        self.close()
-        self.ended.set()
+    def _die(self, channel: paramiko.Channel, how: str) -> None:
+        channel.get_transport().close()
+        if how != "hangs up":
+            self.close()
+            self.ended.set()
         raise EOFError
 
     def close(self) -> None:

@@ -131,7 +131,7 @@ def told(outcome: Outcome, detail: str = "cryptroot", *, sent: bool = True) -> s
 
 
 UNLOCKED = told(Outcome.UNLOCKED)
-LATE = told(Outcome.GONE, "not confirmed: the connection was lost")
+LATE = told(Outcome.NOT_CONFIRMED, "the connection was lost")
 KEYS = "pinned SHA256:" + "x" * 43 + ", shown SHA256:" + "y" * 43
 CANCELLED = "Cancelled. The passphrase was not sent."
 NOT_AWAKE = "The machine did not wake: check power, network cable and Wake-on-LAN."

@@ -8,6 +8,7 @@ import contextlib
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ UNLOCKED = "unlocked: Unlocked: "
 WRONG = "wrong_passphrase: Wrong passphrase for disk "
 CAREFUL = "Be careful: after another wrong passphrase, systemd may give up"
 GAVE_UP = "gave_up: the initrd has given up on a disk; restart the machine. The passph"
-UNCONFIRMED = "not_confirmed: not confirmed: no answer came after the passphrase was"
+UNCONFIRMED = (
+    "not_confirmed: Not confirmed: the passphrase was sent, but the initrd did"
+)
 OPEN = "already_open: no passphrase is needed: every disk is already open"
 UP = "up: no passphrase is needed: the system is already up"
 MISSING = "error: logged in, but there is no unlock command"
@@ -125,6 +128,23 @@ def test_systemd_is_answered_and_told_as_what_was_seen(
             assert re.match(pattern, unlock(machine, passphrase, seconds))
         lines = sorted((tmp_path / "tried").read_text().splitlines())
         assert tried in (None, lines)
+
+
+def test_a_disk_that_was_opened_at_the_console_is_not_called_unlocked(
+    tmp_path: Path,
+) -> None:
+    console = (
+        "(until [ -e FOLDER/console ]; do sleep 0.1; done;"
+        " echo x | systemd-tty-ask-password-agent --query) &"
+    )
+    with systemd(tmp_path, ROOT, console) as machine:
+        deadline = time.monotonic() + 60
+        reports = waker.unlock(machine, waker.Passphrase("x"), deadline)
+        assert next(reports) == {"sent": True}  # it will be, after this
+        (tmp_path / "console").touch()
+        wait_for((tmp_path / "opened/root").exists)
+        result = next(reports)
+        assert f"{result['outcome']}: {result['message']}".startswith(UNCONFIRMED)
 
 
 def test_systemd_is_given_nothing_more_when_waker_has_gone(tmp_path: Path) -> None:

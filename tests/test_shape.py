@@ -71,7 +71,9 @@ def test_nothing_at_module_level_can_change() -> None:
 
 OPENS = r"(?<!tls)\.open\(|(?<![.\w])(?<!def )open\(|\b(read|write)_(text|bytes)\("
 NETWORK = r"socket\.(socket|create_\w+|getaddrinfo)\(|\.connect\(\(|sendto\("
-CLOCKED = "knock Command judge converse unlock Unlocker Starter Incoming read_request"
+CLOCKED = (
+    "knock Command tell_loss answer_disks unlock Unlocker Starter Incoming read_request"
+)
 
 
 @pytest.mark.parametrize(

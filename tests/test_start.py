@@ -185,7 +185,7 @@ SLOW = "The system has not answered yet."
         (Disks(ONE, early=True), f"not_asked: the initrd is not ready.* {NOT_SENT}"),
         (Disks({}), f"not_up: no passphrase is needed: .* {NOT_SENT} {SLOW}"),
         (Disks(ONE), f"not_up: Unlocked: d. {SLOW}"),
-        (Disks(ONE, slow=9), f"not_up: not confirmed: .* was sent. {SLOW}"),
+        (Disks(ONE, slow=9), f"not_up: Not confirmed: .* was sent, but .* {SLOW}"),
     ],
 )
 def test_a_start_whose_time_is_over_tells_what_was_seen(
@@ -196,6 +196,17 @@ def test_a_start_whose_time_is_over_tells_what_was_seen(
             wait_for(initrd.received)
             os.kill(wait_for_child(os.getpid()), signal.SIGKILL)
         assert re.fullmatch(end, wait_until(client, "failed"))
+
+
+def test_a_passphrase_that_may_have_been_sent_is_not_sent_again(
+    tmp_path: Path,
+) -> None:
+    """The connection is lost after the answer, and the initrd asks again."""
+    disks = Disks({"d": "another"}, dies="hangs up")
+    with starting(tmp_path, disks, start_seconds=7) as (client, initrd):
+        told = wait_until(client, "failed")  # another try would come after 5 s
+        assert told.startswith("not_up: Not confirmed: the passphrase was sent, but")
+        assert initrd.received() == [PASSPHRASE.encode()]
 
 
 def test_what_could_only_fail_wakes_nobody(config: waker.Config, lab: Homelab) -> None:
