@@ -342,6 +342,8 @@ class Config(NamedTuple):
     packet_port: int = 9  # UDP; fixed by the interface
     unlock_seconds: int = 90  # room for a slow key derivation on a slow machine
     packet_seconds: float = 10  # between packets, where a start finds no sign of life
+    retry_seconds: float = 5  # between tries to unlock, while no disk asks
+    doubt_seconds: float = 45  # after which an initrd that still answers is mentioned
     start_seconds: float = 600  # for the initrd to come up, and then for the system
 
 
@@ -672,7 +674,7 @@ class Command:
         return self.hear(until)
 
 
-def tell_loss(transport: "Transport", event: str, deadline: float) -> str:
+def classify_end(transport: "Transport", event: str, deadline: float) -> str:
     """Replace the end of a command by `lost`, or by `silent` if we hung up."""
     if event not in ("ended", "refused"):
         return event
@@ -682,8 +684,8 @@ def tell_loss(transport: "Transport", event: str, deadline: float) -> str:
     return "lost" if time.monotonic() < deadline else "silent"
 
 
-def judge(event: str, disk: str, opened: str, warning: str) -> Result:
-    """Return the result after the passphrase was sent, and no success followed."""
+def explain_failure(event: str, disk: str, opened: str, warning: str) -> Result:
+    """Return the result for an event other than `opened` after sending."""
     if event == "rejected":
         return Result.of(Outcome.WRONG, disk + opened + warning, sent=True)
     if event == "dead":
@@ -698,7 +700,8 @@ def answer_disks(
     transport: "Transport", machine: Machine, passphrase: Passphrase, deadline: float
 ) -> Reports:
     """Answer each disk that asks, once, until no new disk asks. Raises: NotSent."""
-    dialect, opened = machine.dialect, list[str]()
+    dialect = machine.dialect
+    opened: list[str] = []
     until = min(deadline, time.monotonic() + 60)  # an emulated machine took 30 s
     while True:
         try:
@@ -711,16 +714,17 @@ def answer_disks(
         yield {"sent": True}
         event = command.answer(passphrase, deadline)
         if event != "opened":
-            event = tell_loss(transport, event, deadline)
+            event = classify_end(transport, event, deadline)
             others = f"; unlocked: {', '.join(opened)}" if opened else ""
-            yield judge(event, command.disk, others, dialect.warning)._asdict()
+            result = explain_failure(event, command.disk, others, dialect.warning)
+            yield result._asdict()
             return
         opened.append(command.disk)
         # Dropbear may end a channel that is opened before the last one has ended.
         command.hear(time.monotonic() + END_SECONDS)
         until = min(deadline, time.monotonic() + 15)  # seconds, for the next disk
     if not opened:
-        event = tell_loss(transport, event, deadline)
+        event = classify_end(transport, event, deadline)
         raise NotSent(dict(BEFORE_SENDING).get(event, Outcome.ENDED))
     yield Result.of(Outcome.UNLOCKED, ", ".join(opened), sent=True)._asdict()
 
@@ -763,8 +767,7 @@ class Unlocker:
         # A variable such as PYTHONPATH may be what makes paramiko available.
         others = {n: v for n, v in environment.items() if not n.startswith("WAKER_")}
         self._environment = others | config.machine.settings()  # no PIN
-        self.busy = threading.Lock()  # held while claimed
-        self.cancelled = threading.Event()  # ends the process if nothing was sent
+        self._claimed = threading.Lock()  # may be released by another thread
 
     def _find_fault(self) -> str:
         """Return why no unlock can succeed on this box, or an empty string."""
@@ -780,11 +783,15 @@ class Unlocker:
         if fault := self._find_fault():
             text = f"Failed to {purpose}: {fault}. The passphrase was not sent."
             raise Fault(500, text)
-        if not self.busy.acquire(blocking=False):
+        if not self._claimed.acquire(blocking=False):
             raise Fault(409, "Another unlock or start is running; wait for it to end")
-        self.cancelled.clear()
 
-    def _read_reports(self, child: "Popen[bytes]") -> bytes:
+    def release(self) -> None:
+        self._claimed.release()
+
+    def _read_reports(
+        self, child: "Popen[bytes]", cancelled: threading.Event, sent: threading.Event
+    ) -> bytes:
         """Read all that the process prints; kill it at its deadline or by a cancel."""
         stdout = cast("io.BufferedReader", child.stdout)
         deadline = time.monotonic() + self._seconds
@@ -796,15 +803,22 @@ class Unlocker:
                     if not data:
                         return reports
                     reports += data
-                # It reports before it sends, so a silent process has sent nothing.
-                cancelled = self.cancelled.is_set() and not reports
-                if cancelled or time.monotonic() > deadline:
+                if b'{"sent": true}' in reports:  # it reports this before it sends
+                    sent.set()
+                unwanted = cancelled.is_set() and not sent.is_set()
+                if unwanted or time.monotonic() > deadline:
                     child.kill()  # what it has reported is still read
 
-    def run(self, passphrase: Passphrase) -> Result:
+    def run(
+        self, passphrase: Passphrase, cancelled: threading.Event, sent: threading.Event
+    ) -> Result:
+        """Unlock. A cancel ends the process if nothing was sent.
+
+        `sent` is set as soon as the passphrase may have been sent.
+        """
         import subprocess
 
-        given = b"" if self.cancelled.is_set() else passphrase.data
+        given = b"" if cancelled.is_set() else passphrase.data
         try:
             # The passphrase is in the pipe before the process begins, so that nothing
             # can delay or lose it. The process inherits our blocked SIGTERM and SIGINT;
@@ -820,14 +834,14 @@ class Unlocker:
         except OSError as error:
             reason = f"the unlocking process cannot start: {error.strerror}"
             return Result.of(Outcome.ERROR, reason, sent=False)
-        reports = self._read_reports(child)
+        reports = self._read_reports(child, cancelled, sent)
         lines = [json.loads(line) for line in reports.splitlines()]
         if lines and "outcome" in lines[-1]:
             return Result(**lines[-1])
         status = child.returncode
         reason = f"the unlocking process ended with status {status}; see waker's log"
-        outcome = Outcome.NOT_CONFIRMED if lines else Outcome.ERROR
-        return Result.of(outcome, reason, sent=bool(lines))
+        outcome = Outcome.NOT_CONFIRMED if sent.is_set() else Outcome.ERROR
+        return Result.of(outcome, reason, sent=sent.is_set())
 
 
 # ---- Configuration -------------------------------------------------------------------
@@ -1047,61 +1061,106 @@ def describe_bug(error: BaseException) -> str:
 # The passphrase is kept only until it is sent or no longer needed.
 
 KEPT_SECONDS: Final = 3600  # a finished start stays in the status
+CLAIMING: Final = ("waking", "unlocking")  # phases that exclude another unlock
+ENDINGS: Final = ("done", "failed", "cancelled")  # phases; before them, `booting`
 AWAITED: Final = ("unlocked", "already_open", "not_confirmed")  # so the system may boot
+UNSENT: Final = "The passphrase was not sent."
+STILL_LOCKED: Final = (
+    "Not confirmed. The initrd is still running: it may still be checking the"
+    " passphrase, or the passphrase was wrong."
+)
 
 
 class Ended(Exception):
     """How a start ends: phase, outcome and message."""
 
 
+class Start:
+    """One start, as the status shows it. Starter's lock guards it."""
+
+    def __init__(self, now: float) -> None:
+        self.began = now  # monotonic seconds
+        self.ended = math.inf
+        self.phase = "waking"
+        self.outcome: str | None = None  # until something is known
+        self.message = "Looking for the machine"
+        self.times = {"waking": 0}  # by phase: the seconds after which it began
+        self.cancelled = threading.Event()
+        self.sent = threading.Event()  # the passphrase may have been sent
+
+    def show(self, phase: str, outcome: str | None, message: str) -> None:
+        if (phase, outcome, message) != (self.phase, self.outcome, self.message):
+            log(f"start: {phase}: {message}")
+        self.phase = phase
+        self.outcome = outcome
+        self.message = message
+        now = time.monotonic()
+        self.times.setdefault(phase, int(now - self.began))
+        if phase in ENDINGS:
+            self.ended = now
+
+    def members(self, now: float) -> dict[str, object]:
+        return {
+            "phase": self.phase,
+            "outcome": self.outcome,
+            "message": self.message,
+            "seconds": max(int(min(now, self.ended) - self.began), 0),
+            "sent": self.sent.is_set(),
+            "times": dict(self.times),
+        }
+
+
 class Starter:
-    """Runs one start at a time; reports progress or the last result."""
+    """Runs one start at a time; reports its progress, or how the last one ended.
+
+    It claims the unlocker until the system may boot. Then it only watches, and a new
+    start or unlock may replace it.
+    """
 
     def __init__(self, config: Config, watcher: Watcher, unlocker: Unlocker) -> None:
         self._config, self._watcher, self._unlocker = config, watcher, unlocker
-        self._lock = threading.Lock()
-        # Phase (waking, unlocking, booting; in the end done, failed, or cancelled); the
-        # outcome, once something is known; message.
-        self._told: tuple[str, str | None, str] = "done", None, ""
-        self._began = self._ended = -math.inf  # monotonic seconds: long forgotten
+        self._lock = threading.RLock()
+        self._last: Start | None = None  # running or ended
 
-    def _tell(self, phase: str, outcome: str | None, message: str) -> None:
-        if self._told != (phase, outcome, message):
-            log(f"start: {phase}: {message}")
-        self._told = phase, outcome, message
+    def _report(
+        self, start: Start, phase: str, outcome: str | None, message: str
+    ) -> None:
+        """Show a phase or a message, unless the start has ended or was replaced."""
+        with self._lock:
+            if start.ended < math.inf:
+                return
+            if start.phase in CLAIMING and phase not in CLAIMING:
+                self._unlocker.release()
+            start.show(phase, outcome, message)
 
-    def _pause(self, seconds: float, result: Result | None = None) -> None:
-        """Wait; a cancel ends the start but keeps the result of the unlock."""
-        if self._unlocker.cancelled.wait(seconds):
-            word = result.outcome if result else "cancelled"
-            sent = result and result.sent
-            text = f"Cancelled. The passphrase was {'' if sent else 'not '}sent."
-            raise Ended("cancelled", word, text)
+    def _pause(self, start: Start, seconds: float) -> None:
+        """Wait. Raises: Ended by a cancel, as long as nothing was sent."""
+        if start.cancelled.wait(seconds):
+            raise Ended("cancelled", "cancelled", f"Cancelled. {UNSENT}")
 
-    def _unlock(self, passphrase: Passphrase) -> Result:
+    def _unlock(self, start: Start, passphrase: Passphrase) -> Result:
         """Wake the machine while it is silent, and unlock it. Raises: Ended."""
         deadline = time.monotonic() + self._config.start_seconds
         packet_due, give_up, told = -math.inf, deadline, "Connecting to the initrd"
-        unsent = "The passphrase was not sent."
         why = "did not wake: check power, network cable and Wake-on-LAN."
         while True:
             now = time.monotonic()
             sight = self._watcher.look(now)
-            self._pause(0)
+            self._pause(start, 0)
             if sight.system is Port.OPEN:
-                raise Ended("done", "up", f"The system is already up. {unsent}")
+                raise Ended("done", "up", f"The system is already up. {UNSENT}")
             if sight.initrd is Port.OPEN:
-                self._tell("unlocking", None, told)
-                result = self._unlocker.run(passphrase)
+                self._report(start, "unlocking", None, told)
+                result = self._unlocker.run(passphrase, start.cancelled, start.sent)
                 give_up = min(give_up, time.monotonic() + 120)  # seconds for a prompt
                 if result.outcome != "not_asked" or time.monotonic() > give_up:
                     return result
                 told = result.message
-                self._tell("unlocking", None, told)
-                self._pause(5)  # seconds
+                self._report(start, "unlocking", None, told)
+                self._pause(start, self._config.retry_seconds)
                 continue
             if now > deadline:
-                raise Ended("failed", "not_awake", f"The machine {why} {unsent}")
+                raise Ended("failed", "not_awake", f"The machine {why} {UNSENT}")
             if Port.CLOSED in sight:  # it is awake, if only to refuse a connection
                 message = "The machine is awake and starting up"
                 why = "woke, but the SSH port of its initrd stayed closed."
@@ -1110,67 +1169,98 @@ class Starter:
                     message = wake(self._config)
                 except Fault as fault:
                     if packet_due < 0:  # later, a waking machine may break its link
-                        raise Ended("failed", "error", f"{fault}. {unsent}") from None
+                        raise Ended("failed", "error", f"{fault}. {UNSENT}") from None
                     message = f"{fault}; trying again"
                 packet_due = now + self._config.packet_seconds
-            self._tell("waking", None, message)
-            self._pause(1)  # second
+            self._report(start, "waking", None, message)
+            self._pause(start, 1)  # second
 
-    def _run(self, given: list[Passphrase]) -> None:
+    def _watch(self, start: Start, result: Result) -> None:
+        """Watch until the system's port opens. Raises: Ended."""
+        confirmed = result.outcome != "not_confirmed"
+        began = time.monotonic()
+        message = result.message
+        while time.monotonic() < began + self._config.start_seconds:
+            if start.cancelled.wait(1):  # second
+                raise Ended("cancelled", result.outcome, message)
+            now = time.monotonic()
+            sight = self._watcher.look(now)
+            if sight.system is Port.OPEN:
+                up = "The system is up."
+                text = f"{message} {up}" if confirmed else f"{up} {result.message}"
+                raise Ended("done", "up", text)
+            doubtful = not confirmed and sight.initrd is Port.OPEN
+            if doubtful and now >= began + self._config.doubt_seconds:
+                message = STILL_LOCKED
+            else:
+                message = result.message
+            self._report(start, "booting", result.outcome, message)
+        text = f"{message} The system has not answered yet."
+        raise Ended("failed", "not_up", text)
+
+    def _run(self, start: Start, given: list[Passphrase]) -> None:
         try:
-            result = self._unlock(given.pop())  # no frame keeps it after that
+            result = self._unlock(start, given.pop())  # no frame keeps it after that
             if result.outcome not in AWAITED:
                 if not result.sent:
-                    self._pause(0)  # a cancel may have prevented it
+                    self._pause(start, 0)  # a cancel may have prevented it
                 phase = "done" if result.outcome == "up" else "failed"
                 raise Ended(phase, result.outcome, result.message)
-            self._tell("booting", result.outcome, result.message)
-            deadline = time.monotonic() + self._config.start_seconds
-            while time.monotonic() < deadline:
-                self._pause(1, result)
-                if self._watcher.look(time.monotonic()).system is Port.OPEN:
-                    raise Ended("done", "up", f"{result.message} The system is up.")
-            text = f"{result.message} The system has not answered yet."
-            raise Ended("failed", "not_up", text)
+            self._report(start, "booting", result.outcome, result.message)
+            self._watch(start, result)
         except Ended as ended:
-            end = ended.args
-        except Exception as error:  # noqa: BLE001 - nobody else would tell of a bug
+            self._report(start, *ended.args)
+        except Exception as error:  # noqa: BLE001 - nobody else would report a bug
+            start.sent.set()
             text = f"{describe_bug(error)}. The passphrase may have been sent."
-            end = "failed", "error", text
-        with self._lock:  # a client that sees the end may start again
-            self._tell(*end)
-            self._ended = time.monotonic()
-            self._unlocker.busy.release()
+            self._report(start, "failed", "error", text)
+
+    def end_watch(self) -> None:
+        """End a watch that a new start or unlock replaces; keep what it showed."""
+        with self._lock:
+            start = self._last
+            if start and start.phase == "booting":
+                start.show("cancelled", start.outcome, start.message)
+                start.cancelled.set()
 
     def begin(self, passphrase: Passphrase, now: float) -> None:
         """Start. Raises: Fault 409 while another start or unlock runs; 500; 503."""
         with self._lock:
             self._unlocker.claim("start")
-            self._told = "waking", None, "Looking for the machine"
-            self._began, self._ended = now, math.inf
+            start = Start(now)
             # The process waits for this thread, unlike for the one that begins it.
-            run = threading.Thread(target=self._run, args=([passphrase],), daemon=False)
+            run = threading.Thread(
+                target=self._run, args=(start, [passphrase]), name="start", daemon=False
+            )
             try:
                 run.start()
             except RuntimeError:
-                self._ended = -math.inf
-                self._unlocker.busy.release()
+                self._unlocker.release()
                 raise Fault(503, "Too busy; try again", ("Retry-After", "5")) from None
+            self.end_watch()
+            self._last = start
 
     def cancel(self) -> None:
         """Cancel the running start. Raises: Fault 409 if no start is running."""
         with self._lock:
-            if self._ended < math.inf:
+            if not self._last or self._last.ended < math.inf:
                 raise Fault(409, "No start is running")
-            self._unlocker.cancelled.set()
+            self._last.cancelled.set()
 
-    def members(self, now: float) -> dict[str, object] | None:
-        """Return the start for the status; None without a recent start."""
-        if self._ended + KEPT_SECONDS < now:
-            return None
-        seconds = max(int(min(now, self._ended) - self._began), 0)
-        names = "phase", "outcome", "message", "seconds"
-        return dict(zip(names, (*self._told, seconds), strict=True))
+    def members(self, now: float, sight: Sight) -> dict[str, object] | None:
+        """Return the last start for the status; None if there is none to mention."""
+        with self._lock:
+            start = self._last
+            if not start:
+                return None
+            # Another host key stays: any program may listen on the system's port.
+            alarm = start.outcome == "host_key_differs"
+            failed = start.phase in ("failed", "cancelled") and not alarm
+            settled = failed and sight.system is Port.OPEN
+            if settled or start.ended + KEPT_SECONDS < now:
+                self._last = None
+                return None
+            return start.members(now)
 
 
 # ---- Tokens and attempts -------------------------------------------------------------
@@ -1345,7 +1435,7 @@ def post_auth(app: App, request: Request) -> Response:
 
 def get_status(app: App, request: Request) -> Response:
     sight = app.watcher.look(request.now)
-    start = app.starter.members(request.now)
+    start = app.starter.members(request.now, sight)
     return Response({"name": app.config.name, **sight.members(), "start": start})
 
 
@@ -1365,9 +1455,10 @@ def post_unlock(app: App, request: Request) -> Response:
     passphrase = take_passphrase(request)
     app.unlocker.claim("unlock")
     try:
-        result = app.unlocker.run(passphrase)
+        app.starter.end_watch()
+        result = app.unlocker.run(passphrase, threading.Event(), threading.Event())
     finally:
-        app.unlocker.busy.release()
+        app.unlocker.release()
     if result.outcome == "wrong_passphrase":
         raise Fault(400, result.message)
     if result.outcome == "not_confirmed":

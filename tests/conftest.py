@@ -197,6 +197,13 @@ def new_app(config: waker.Config) -> waker.App:
     return waker.App(config, Path(PROGRAM), os.environ)
 
 
+def wait_for_starts() -> None:
+    """Wait until each start of this process has ended."""
+    for thread in threading.enumerate():
+        if thread.name == "start":
+            thread.join()
+
+
 @contextlib.contextmanager
 def running(
     config: waker.Config, port: int = 0, options: Sequence[tuple[int, int, int]] = ()
@@ -218,8 +225,7 @@ def running(
         server.stop()
         with contextlib.suppress(waker.Fault):
             app.starter.cancel()
-        with app.unlocker.busy:
-            pass  # it has ended
+        wait_for_starts()
 
 
 @dataclass

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import venv
 from concurrent.futures import ThreadPoolExecutor
@@ -190,7 +191,8 @@ def test_a_box_that_stalls_loses_no_passphrase(
     unlocker = waker.App(config, program, os.environ).unlocker
     sys.setprofile(stall)
     try:
-        result = unlocker.run(waker.Passphrase(PASSPHRASE))
+        events = threading.Event(), threading.Event()
+        result = unlocker.run(waker.Passphrase(PASSPHRASE), *events)
     finally:
         sys.setprofile(None)
     assert result == waker.Result("unlocked", sent=True, message=PASSPHRASE)

@@ -6,8 +6,10 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,10 @@ from conftest import (
     running,
     wait_for,
     wait_for_child,
+    wait_for_starts,
 )
 from cryptroot_unlock import Disks
-from homelab import Homelab, new_key, public_line
+from homelab import OPENSSH, Homelab, SshServer, bind, new_key, public_line
 from namespaces import Home, home, ip, udp_packets
 from ssh_servers import Initrd, free_port, paramiko_server
 from test_unlock import peer
@@ -35,7 +38,6 @@ import waker
 __all__ = ["home"]  # a fixture
 ONE = {"d": PASSPHRASE}
 NOT_SENT = "The passphrase was not sent."
-SENT = "Cancelled. The passphrase was sent."
 
 
 def told(client: Client) -> Any:
@@ -55,6 +57,7 @@ def start(client: Client, phase: str, passphrase: str = PASSPHRASE) -> str:
 
 
 def cancel(client: Client) -> str:
+    """Cancel, and wait until that has happened; returns the outcome and the message."""
     assert client.call("DELETE", "/api/start").json["success"]
     return wait_until(client, "cancelled")
 
@@ -71,13 +74,14 @@ def is_forgotten() -> bool:
 
 @contextlib.contextmanager
 def starting(
-    folder: Path, disks: Disks, start_seconds: float = 600
+    folder: Path, disks: Disks, **figures: Any
 ) -> Iterator[tuple[Client, Initrd]]:
     """Start a machine that waits for its passphrase, and then boots nothing."""
     with paramiko_server(folder, disks) as initrd:
         settings = {"WAKER_PIN": PIN} | MAC | initrd.machine().settings()
+        settings["WAKER_SYSTEM_SSH_PORT"] = str(free_port())
         config = waker.read_config(settings, folder)
-        with running(config._replace(start_seconds=start_seconds)) as client:
+        with running(config._replace(**figures)) as client:
             assert client.log_in().start().status == 200
             yield client, initrd
 
@@ -89,7 +93,14 @@ def test_a_machine_is_woken_once_unlocked_and_seen_up(
     wrong = "wrong_passphrase: Wrong passphrase for disk cryptroot."
     assert start(owner, "failed", "wrong") == wrong
     assert start(owner, "done") == "up: Unlocked: cryptroot. The system is up."
-    assert told(owner).keys() == {"phase", "outcome", "message", "seconds"}
+    begun = told(owner)
+    members = {"phase", "outcome", "message", "seconds", "sent", "times"}
+    assert begun.keys() == members
+    assert begun["sent"]
+    assert [*begun["times"]] == ["waking", "unlocking", "booting", "done"]
+    assert [*begun["times"].values()] == sorted(begun["times"].values())
+    assert begun["times"]["waking"] == 0
+    assert begun["times"]["done"] == begun["seconds"]
     assert start(owner, "done", "x") == f"up: The system is already up. {NOT_SENT}"
     assert len(lab.packets) == 3
     given = [bytes.fromhex(text).decode() for text in Disks.load(lab.state).received]
@@ -119,20 +130,21 @@ def test_a_start_that_fails_says_why_for_an_hour(
     config = config._replace(machine=config.machine._replace(**ports), mac=mac)
     config = config._replace(**{"start_seconds": 3, "packet_seconds": 0.1} | figures)
     app, passphrase = new_app(config), waker.Passphrase("x")
+    off = waker.Sight(waker.Port.SILENT, waker.Port.SILENT)
     with no_threads(), pytest.raises(waker.Fault) as fault:
         app.starter.begin(passphrase, 0)
     assert (fault.value.status, fault.value.headers) == (503, (("Retry-After", "5"),))
-    assert app.starter.members(0) is None
+    assert app.starter.members(0, off) is None
     began = time.monotonic()
     app.starter.begin(passphrase, began)
-    with app.unlocker.busy:
-        now = time.monotonic()  # it has ended
-    told: Any = app.starter.members(now)
+    wait_for_starts()
+    now = time.monotonic()
+    told: Any = app.starter.members(now, off)
     assert re.fullmatch(end, "{outcome}: {message}".format(**told))
     assert told["seconds"] <= now - began
     assert told["seconds"] >= 3 or not end.startswith("not_awake")
-    assert app.starter.members(now + 3590) == told
-    assert app.starter.members(now + 3600) is None
+    assert app.starter.members(now + 3590, off) == told
+    assert app.starter.members(now + 3600, off) is None
     assert (len(lab.packets) >= 6) == ("did not wake" in end)  # three at a time
     assert set(lab.packets) <= {waker.magic_packet(mac)}
 
@@ -150,8 +162,10 @@ def test_a_later_packet_that_fails_does_not_end_the_start(
     config = waker.read_config(settings, tmp_path)._replace(packet_seconds=0.1)
     starter = new_app(config).starter
 
+    off = waker.Sight(waker.Port.SILENT, waker.Port.SILENT)
+
     def message() -> str:
-        told: Any = starter.members(time.monotonic())
+        told: Any = starter.members(time.monotonic(), off)
         return str(told["message"])
 
     with machine.capture() as frames:
@@ -203,8 +217,9 @@ def test_a_passphrase_that_may_have_been_sent_is_not_sent_again(
 ) -> None:
     """The connection is lost after the answer, and the initrd asks again."""
     disks = Disks({"d": "another"}, dies="hangs up")
-    with starting(tmp_path, disks, start_seconds=7) as (client, initrd):
-        told = wait_until(client, "failed")  # another try would come after 5 s
+    figures = {"retry_seconds": 0.1, "start_seconds": 2}
+    with starting(tmp_path, disks, **figures) as (client, initrd):
+        told = wait_until(client, "failed")
         assert told.startswith("not_up: Not confirmed: the passphrase was sent, but")
         assert initrd.received() == [PASSPHRASE.encode()]
 
@@ -226,6 +241,97 @@ def test_what_could_only_fail_wakes_nobody(config: waker.Config, lab: Homelab) -
     assert lab.packets == []
 
 
+# ---- Watching, and what ends it ------------------------------------------------------
+
+
+DOUBT = (
+    "not_confirmed: Not confirmed. The initrd is still running: it may still be"
+    " checking the passphrase, or the passphrase was wrong."
+)
+LOST = (
+    "not_confirmed: Not confirmed: the passphrase was sent, but the connection was lost"
+    " before the initrd confirmed it."
+)
+
+
+def listen_at(machine: waker.Machine) -> SshServer:
+    """Open the system's port."""
+    return SshServer(bind("127.0.0.1", machine.system_port), new_key(), OPENSSH)
+
+
+def test_what_was_not_confirmed_is_doubted_while_the_initrd_runs(
+    tmp_path: Path,
+) -> None:
+    """And whatever was reported, the system may come up."""
+    disks = Disks({"d": "another"}, dies="hangs up")
+    with starting(tmp_path, disks, doubt_seconds=3) as (client, _):
+        assert wait_until(client, "booting") == LOST
+        seen = wait_for(lambda: told(client), lambda now: now["message"] in DOUBT)
+        assert seen["phase"] == "booting"
+        assert seen["outcome"] == "not_confirmed"
+        assert client.app
+        with contextlib.closing(listen_at(client.app.config.machine)):
+            up, reported = wait_until(client, "done").split(". ", 1)
+    assert up == "up: The system is up"
+    assert reported in LOST
+
+
+def test_a_cancelled_watch_keeps_what_the_unlock_reported(tmp_path: Path) -> None:
+    with starting(tmp_path, Disks(ONE, dies="hangs up")) as (client, _):
+        assert wait_until(client, "booting") == LOST
+        assert cancel(client) == LOST
+
+
+@pytest.mark.parametrize("disks", [Disks(ONE), Disks(ONE, dies="hangs up")])
+def test_a_new_start_replaces_a_watch(tmp_path: Path, disks: Disks) -> None:
+    """Of many at the same moment, one does, and it sends only if a disk asks."""
+    with starting(tmp_path, disks) as (client, initrd):
+        wait_until(client, "booting")
+        Disks({"second": "x"}, slow=2, received=["66"]).save(initrd.state)
+        with ThreadPoolExecutor(8) as pool:
+            begun = [pool.submit(client.start, "x") for _ in range(8)]
+        assert sorted(each.result().status for each in begun) == [200] + 7 * [409]
+        assert wait_until(client, "booting") == "unlocked: Unlocked: second."
+        assert initrd.received() == [b"f", b"x"]
+        starts = [t for t in threading.enumerate() if t.name == "start"]
+        wait_for(lambda: sum(thread.is_alive() for thread in starts) == 1)
+        assert told(client)["phase"] == "booting"
+
+
+def test_an_unlock_ends_a_watch(tmp_path: Path) -> None:
+    with starting(tmp_path, Disks(ONE)) as (client, initrd):
+        wait_until(client, "booting")
+        Disks({"second": "x"}).save(initrd.state)
+        assert client.unlock("x").json["message"] == "Unlocked: second."
+        assert wait_until(client, "cancelled") == "unlocked: Unlocked: d."
+        answer = client.call("DELETE", "/api/start")
+        assert (answer.status, answer.error) == (409, "No start is running")
+
+
+@pytest.mark.parametrize("host_key", ["the right one", "another"])
+def test_a_failed_start_is_forgotten_when_the_system_is_up(
+    tmp_path: Path, host_key: str
+) -> None:
+    """But not another host key: any program may listen on the system's port."""
+    right = host_key == "the right one"
+    with paramiko_server(tmp_path, Disks({"d": "another"})) as initrd:
+        settings = {"WAKER_PIN": PIN} | MAC | initrd.machine().settings()
+        settings["WAKER_SYSTEM_SSH_PORT"] = str(free_port())
+        if not right:
+            settings["WAKER_SSH_HOST_KEY"] = public_line(new_key())
+        config = waker.read_config(settings, tmp_path)
+        with running(config) as client:
+            client.log_in()
+            outcome = "wrong_passphrase" if right else "host_key_differs"
+            assert start(client, "failed").startswith(outcome)
+            assert told(client)["sent"] == right
+            with contextlib.closing(listen_at(config.machine)):
+                wait_for(lambda: client.status()["state"] == "up")
+                assert (told(client) is None) == right
+            wait_for(lambda: client.status()["state"] != "up")
+            assert (told(client) is None) == right
+
+
 # ---- Cancelling ----------------------------------------------------------------------
 
 
@@ -244,10 +350,11 @@ def test_a_cancel_before_the_process_begins_sends_nothing(
 ) -> None:
     waker.wake(config)
     lab.wait_for("locked")
+    cancelled, sent = threading.Event(), threading.Event()
+    cancelled.set()
     unlocker = new_app(config).unlocker
-    unlocker.claim("unlock")
-    unlocker.cancelled.set()
-    assert not unlocker.run(waker.Passphrase(PASSPHRASE)).sent
+    result = unlocker.run(waker.Passphrase(PASSPHRASE), cancelled, sent)
+    assert (result.sent, sent.is_set()) == (False, False)
     assert Disks.load(lab.state).received == []
 
 
@@ -255,7 +362,7 @@ def test_a_cancel_before_the_process_begins_sends_nothing(
     ("disks", "received", "end"),
     [
         (Disks(ONE, mute=True), [], f"cancelled: Cancelled. {NOT_SENT}"),
-        (Disks(ONE, slow=1), [PASSPHRASE.encode()], f"unlocked: {SENT}"),
+        (Disks(ONE, slow=1), [PASSPHRASE.encode()], "unlocked: Unlocked: d."),
     ],
 )
 def test_a_cancel_ends_what_sent_nothing_and_lets_the_rest_finish(
@@ -279,7 +386,7 @@ def test_a_signal_cancels_a_start_and_the_log_tells_it_all(tmp_path: Path) -> No
     with paramiko_server(tmp_path, Disks(ONE)) as initrd:
         with daemon(initrd.machine().settings() | MAC) as started:
             start(started.client.log_in(), "booting")
-            assert cancel(started.client) == f"unlocked: {SENT}"
+            assert cancel(started.client) == "unlocked: Unlocked: d."
             Disks(ONE, mute=True).save(initrd.state)
             started.client.start()
             child = wait_for_child(started.process.pid)
@@ -292,7 +399,7 @@ def test_a_signal_cancels_a_start_and_the_log_tells_it_all(tmp_path: Path) -> No
         *["ip=127.0.0.1 Started; the status shows progress"] * 2,
         "start: booting: Unlocked: d.",
         f"start: cancelled: Cancelled. {NOT_SENT}",
-        f"start: cancelled: {SENT}",
+        "start: cancelled: Unlocked: d.",
         *["start: unlocking: Connecting to the initrd"] * 2,
         "stopping",
     ]
