@@ -258,7 +258,7 @@ while find_verdict && find_prompts && [ ! "$new" ]; do
 done
 printf 'waker: asks %s\n' "${new#, }"
 IFS= read -r passphrase || exit 1
-while find_verdict && find_prompts && [ $((count += 1)) -lt 400 ]; do
+while find_verdict && find_prompts && [ $((count += 1)) -lt 1200 ]; do
     printf '\n' || exit 1 # nobody listens any more: forget the passphrase
     [ "$again" ] && finish rejected "${again#, }"
     if [ "$new" ]; then
@@ -271,7 +271,7 @@ while find_verdict && find_prompts && [ $((count += 1)) -lt 400 ]; do
         [ "$names" ] && finish opened "${names#, }"
         finish settled # somebody else was faster
     fi
-    sleep 0.3
+    sleep 0.1 # short: the verdict must be sent before the system boots
 done
 exit 1
 """
