@@ -83,10 +83,10 @@ def parse_mac(text: str) -> Mac:
 
 
 class Pin:
-    """The PIN, of 8 to 128 characters, as its digest."""
+    """The PIN, of 8 to 128 characters without spaces around them, as its digest."""
 
     def __init__(self, text: str) -> None:
-        if not 8 <= len(text) <= 128:
+        if not 8 <= len(text) <= 128 or text != text.strip():
             raise ValueError
         self._digest: Final = sha256(text.encode())
         self.is_number: Final = text.isdecimal()  # it has digits only
@@ -111,24 +111,28 @@ def fingerprint(blob: bytes) -> str:
 
 
 class HostKey(NamedTuple):
+# Hosts, a type, the key, a comment. The hosts and the comment may contain commas, so a
+# comma ends a line only if another key follows. Lines with @revoked are no pins.
+KEY_TYPE: Final = "(?:ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(?:256|384|521))"
+HOSTS: Final = r"\s*(?:[^\s@]\S*\s+)?"
+HOST_KEY: Final = re.compile(
+    rf"{HOSTS}({KEY_TYPE})\s+([^\s,]+)"
+    rf"(?:\s(?:(?!{KEY_TYPE}\s|@revoked|@cert-authority).)*?)?"
+    rf"(?:,(?={HOSTS}{KEY_TYPE}\s)|\s*$)"
+)
+
+
     """A pinned public host key: its type, and its bytes on the wire."""
 
     kind: str
     blob: bytes
 
     @classmethod
-    def parse(cls, text: str) -> "HostKey":
-        """Read a line as ssh-keyscan, `dropbearkey -y` or a .pub file has it."""
-        found = re.fullmatch(
-            r"(?:[^\s@]\S*\s+)?"  # no @revoked, no @cert-authority: those are no pins
-            r"(ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(?:256|384|521))\s+(\S+)(?:\s.*)?",
-            text.strip(),
-        )
-        if not found:
-            raise ValueError
-        kind, blob = found[1], base64.b64decode(found[2], validate=True)
+    def parse(cls, kind: str, encoded: str) -> "HostKey":
+        """Read the type and the base64 text of one key."""
+        blob = base64.b64decode(encoded, validate=True)
         # RFC 4253, 6.6: the parts of the key, each after its length in 4 bytes, the
-        # type first. If they end elsewhere than the text, it was not pasted whole.
+        # type first. If they do not fill the blob, the paste was truncated.
         first = len(kind).to_bytes(4) + kind.encode()
         end = len(first)
         while end < len(blob):
@@ -139,8 +143,16 @@ class HostKey(NamedTuple):
 
     @classmethod
     def parse_all(cls, text: str) -> tuple["HostKey", ...]:
-        """Read a comma-separated list of keys, which may be empty."""
-        return tuple(map(cls.parse, text.split(","))) if text else ()
+        """Read lines of .pub or known_hosts files, separated by commas; or nothing."""
+        keys: list[HostKey] = []
+        end = 0
+        while end < len(text):
+            found = HOST_KEY.match(text, end)
+            if not found:
+                raise ValueError
+            keys.append(cls.parse(found[1], found[2]))
+            end = found.end()
+        return tuple(keys)
 
     def __str__(self) -> str:
         return f"{self.kind} {base64.b64encode(self.blob).decode()}"
@@ -883,10 +895,12 @@ def parse_listen(text: str) -> Address:
     if not found or int(found[3]) > 65535:
         raise ValueError
     return plain_address(found[1] or found[2]), int(found[3])
+    (r"(['\"]).*\1\s+['\"]", "quote the value once, as a whole"),
 
 
 def parse_networks(text: str) -> tuple[Network, ...]:
-    return tuple(map(ipaddress.ip_network, text.split(","))) if text else ()
+    parts = text.split(",") if text else ()
+    return tuple(ipaddress.ip_network(part.strip()) for part in parts)
 
 
 # Name, default, parser (raises ValueError), what is right; more words for a mistake.
@@ -907,7 +921,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     ("WAKER_HOMELAB_MAC", "", parse_mac, "a MAC address such as 52:54:00:12:34:56"),
     ("WAKER_HOMELAB_BROADCAST", "255.255.255.255", IPv4Address, "an IPv4 address"),
     ("WAKER_HOMELAB_NAME", "", TITLE, "a name of at most 64 characters"),
-    ("WAKER_PIN", "", Pin, "8 to 128 characters"),
+    ("WAKER_PIN", "", Pin, "8 to 128 characters, without a space at either end"),
     ("WAKER_LISTEN", "[::]:8080", parse_listen, "ADDRESS:PORT such as 0.0.0.0:8080"),
     ("WAKER_TLS_CERT", "", parse_path, "the path of a certificate"),
     ("WAKER_TLS_KEY", "", parse_path, "the path of the TLS key"),
@@ -933,7 +947,7 @@ def read_env_file(path: Path) -> dict[str, str]:
     values: dict[str, str] = {}
     faults: dict[str, list[str]] = {}
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
-        if re.match(r"(?i)#|$|(?!waker_)\w+\s*=", line):
+        if re.match(r"(?i)[#;]|$|(?!waker_)\w+\s*=", line):
             continue  # none of our business
         found = re.fullmatch(r"(\w+)\s*=\s*(.*)", line)
         fault = "write NAME=value, without `export`"
@@ -1424,9 +1438,9 @@ def done(request: Request, message: str) -> Response:
 
 def post_auth(app: App, request: Request) -> Response:
     """Exchange the PIN for a token. A body without a PIN is no attempt."""
-    right = app.config.pin.matches(text_member(request, "pin"))
+    pin = text_member(request, "pin").strip()  # pasting adds spaces
     app.gate.count(request.client, request.now)
-    if not right:
+    if not app.config.pin.matches(pin):
         raise Fault(401, "Wrong PIN", ("WWW-Authenticate", "Bearer"))
     log(f"ip={request.client} PIN accepted")
     app.gate.owners.append(counted_as(request.client))

@@ -160,7 +160,9 @@ def test_each_thing_is_told_as_it_is_seen(
             "line": initrd.host_key,
             "seen": waker.fingerprint(host_key.asbytes()),
             "our_line": initrd.authorized,
-            "ours": waker.fingerprint(waker.HostKey.parse(initrd.authorized).blob),
+            "ours": waker.fingerprint(
+                waker.HostKey.parse_all(initrd.authorized)[0].blob
+            ),
         }
         usual = {
             "WAKER_INITRD_SSH_PORT": "{port}",

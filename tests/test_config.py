@@ -40,9 +40,18 @@ def faults(values: dict[str, str], folder: Path) -> list[str]:
         (waker.plain_address, "2001:DB8::9", "2001:db8::9"),
         (waker.plain_address, "::ffff:10.0.0.9", "10.0.0.9"),
         (waker.parse_listen, "[fe80::1]:65535", ("fe80::1", 65535)),
-        (waker.HostKey.parse, f"  {KEY} a comment with blanks\t", PINNED),
-        (waker.HostKey.parse, f"[192.168.1.20]:2222 {KEY}", PINNED),
+        (waker.HostKey.parse_all, f"  {KEY} a comment with blanks\t", (PINNED,)),
+        (waker.HostKey.parse_all, f"{KEY} of the old box, in the cellar", (PINNED,)),
+        (waker.HostKey.parse_all, f"[192.168.1.20]:2222 {KEY}", (PINNED,)),
+        (waker.HostKey.parse_all, f"nas.lan,192.168.1.20 {KEY}", (PINNED,)),
         (waker.HostKey.parse_all, f"{KEY},{KEY} root@box", (PINNED, PINNED)),
+        (waker.HostKey.parse_all, f"{KEY} , {KEY}", (PINNED, PINNED)),
+        (
+            *(waker.HostKey.parse_all, f"nas,10.0.0.2 {KEY} a, b,nas,10.0.0.2 {KEY}"),
+            (PINNED, PINNED),
+        ),
+        (waker.HostKey.parse_all, "", ()),
+        (waker.parse_networks, "10.0.0.2 , ::1", waker.parse_networks("10.0.0.2,::1")),
         (waker.fingerprint, PINNED.blob, FINGERPRINT),
     ],
 )
@@ -55,6 +64,7 @@ def test_a_right_value_has_one_meaning(
 HOST = "must be an IP address such as 192.168.1.20; `ping NAME` tells that of a name"
 MAC = "must be a MAC address such as 52:54:00:12:34:56"
 KEYS = "must be a line such as ssh-ed25519 AAAA...; the whole key, not its fingerprint"
+DIGITS = "must be 8 to 128 characters, without a space at either end"
 LISTEN = "must be ADDRESS:PORT such as 0.0.0.0:8080"
 
 
@@ -62,9 +72,10 @@ LISTEN = "must be ADDRESS:PORT such as 0.0.0.0:8080"
     ("name", "values", "told"),  # the values are separated by |
     [
         ("WAKER_PORT", "80", "is not a setting; see `waker --help`"),
-        ("WAKER_PIN", "", "is not set; it must be 8 to 128 characters"),
-        ("WAKER_PIN", "2468101|2468101\udcff", "must be 8 to 128 characters"),
-        ("WAKER_PIN", "x" * 129, "must be 8 to 128 characters"),
+        ("WAKER_PIN", "", f"is not set; it {DIGITS}"),
+        ("WAKER_PIN", "2468101|2468101\udcff", DIGITS),
+        ("WAKER_PIN", "x" * 129, DIGITS),
+        ("WAKER_PIN", " 24681012|24681012\xa0|         ", DIGITS),
         ("WAKER_HOMELAB_MAC", "525400123456|52:54:00-12-34-56|52:54:00:12:34:5g", MAC),
         ("WAKER_HOMELAB_MAC", "52:54:00:12:34:56\n|52:54:00:12:34", MAC),
         ("WAKER_HOMELAB_MAC", "00:00:00:00:00:00|01:00:5e:00:00:01", MAC),
@@ -83,6 +94,10 @@ LISTEN = "must be ADDRESS:PORT such as 0.0.0.0:8080"
         ("WAKER_SSH_HOST_KEY", f"{FINGERPRINT}|{BLOB}|@revoked {KEY}", KEYS),
         ("WAKER_SSH_HOST_KEY", f"{KEY[:-4]}|{KEY}*|ssh-ed25519 {BLOB[:20]}", KEYS),
         ("WAKER_SSH_HOST_KEY", f"ecdsa-sha2-nistp384 {NISTP256}", KEYS),
+        # Nothing that looks like a second key is taken for a comment on the first.
+        ("WAKER_SSH_HOST_KEY", f"{KEY} {KEY}|{KEY} root@box {KEY}|{KEY},", KEYS),
+        ("WAKER_SSH_HOST_KEY", f"{KEY} x,@revoked a,b {KEY}|{KEY},x", KEYS),
+        ("WAKER_SSH_HOST_KEY", f"{KEY} x,@cert-authority a,b {KEY}", KEYS),
         ("WAKER_LISTEN", "8080|::1:80|1.2.3:80|1.2.3.4:65536", LISTEN),
         ("WAKER_TRUSTED_PROXY", "nginx", "must be addresses such as 10.0.0.2,10.0.0.3"),
         ("WAKER_TLS_CERT", "a\0b", "must be the path of a certificate"),
@@ -142,13 +157,16 @@ def test_settings_that_do_not_fit_each_other_are_told(
 def test_a_file_is_read_as_people_and_editors_write_it(tmp_path: Path) -> None:
     file = tmp_path / "waker.env"
     text = (
-        "# a comment\n\n  WAKER_PIN=plain#stays \r\nWAKER_SSH_USER='single # q'\n"
+        "# a comment\n;WAKER_PIN=x\n\n  WAKER_PIN=plain#stays \r\n"
+        "WAKER_SSH_USER='single # q'\n"
+        'WAKER_TLS_CERT="it\'s "so""\n'
         'WAKER_HOMELAB_NAME = " double q"\r\nWAKER_HOMELAB_HOST= \nTZ=UTC # here\n'
     )
     file.write_text(text, encoding="utf-8-sig", newline="")  # begins with a mark
     assert waker.read_env_file(file) == {
         "WAKER_PIN": "plain#stays",
         "WAKER_SSH_USER": "single # q",
+        "WAKER_TLS_CERT": 'it\'s "so"',
         "WAKER_HOMELAB_NAME": " double q",
         "WAKER_HOMELAB_HOST": "",
     }
@@ -163,6 +181,8 @@ WAKER_HOMELAB_HOST=“secret”
 WAKER_TLS_KEY="secret'
 WAKER_SSH_KEY=secret WAKER_PIN=secret
 WAKER_SSH_KEY=secret
+WAKER_TLS_CERT="secret" "secret"
+WAKER_HOMELAB_NAME="secret"  'secret'
 """
 
 
@@ -178,6 +198,7 @@ WAKER_SSH_KEY=secret
                 ", line 6: end the value with the quote that begins it",
                 ", line 7: give each setting a line of its own",
                 ", line 8: WAKER_SSH_KEY is set twice; delete one of the two lines",
+                ", line 9, 10: quote the value once, as a whole",
             ],
         ),
         ("WAKER_PIN=äöü".encode("latin-1"), [" must be UTF-8; save it as that"]),

@@ -26,7 +26,7 @@ import waker
 ODD = "-n '$(id)` a\\tb\\0 " + "é" * 244 + "xy \u00a0 "  # 512 bytes
 RSA = waker.HostKey("ssh-rsa", b"\0\0\0\7ssh-rsa\0\0\0\1x")  # nobody has this key
 HOST_KEY, OTHER_KEY = new_key(), new_key()
-OTHER = waker.HostKey.parse(public_line(OTHER_KEY))
+(OTHER,) = waker.HostKey.parse_all(public_line(OTHER_KEY))
 RIGHT = PASSPHRASE.encode()
 ONE = {"d": PASSPHRASE}
 THREE = {"root": ODD, "home": " ", "data": " "}
