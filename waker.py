@@ -1912,8 +1912,9 @@ def check(config: Config, file: Path | None) -> Iterator[Finding]:
         seen, verdict = f"{os.strerror(error.errno or 0)}; correct WAKER_LISTEN", WRONG
         if error.errno == errno.EADDRINUSE:
             seen, verdict = f"{seen}, unless waker itself is running", UNSEEN
-    if 0 < config.listen[1] < 1024:
-        seen, verdict = f"{config.listen[1]} needs root; use 1024 or above", WRONG
+    if 0 < config.listen[1] < 1024 and verdict == OK:
+        hint = "but only if waker runs as root; waker.service does not"
+        seen, verdict = f"{seen}, {hint}", UNSEEN
     yield "web port", seen, verdict
     yield check_packet(config)
     yield from check_machine(config.machine)
