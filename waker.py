@@ -49,6 +49,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import IPv4Address
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NewType, cast
 
 if TYPE_CHECKING:  # imported lazily: they would cost memory for the daemon's whole life
@@ -213,9 +214,9 @@ class Fault(Exception):
 class Dialect(NamedTuple):
     """How one kind of initrd is unlocked, and what its output means.
 
-    A match in the output of `command` is an event. The group name is the kind, its
-    text the disk or disks. `asks`: a passphrase is expected on standard input; `opened`
-    and `rejected` are verdicts. BEFORE_SENDING has the others.
+    A match in the output of `command` is an event, named like its group, whose text is
+    the disk or disks. `asks`: a passphrase is expected on standard input; `opened` and
+    `rejected` are verdicts. The other events, in capitals, are members of Outcome.
     """
 
     name: str
@@ -297,8 +298,8 @@ DIALECTS: Final = (
             r"Please unlock disk (?P<asks>[!-~]{1,64})\n"
             r"|cryptsetup: (?P<opened>[!-~]{1,64}) set up successfully"
             r"|(?P<rejected>)(?:bad password or options|maximum number of tries)"
-            r"|(?P<idle>)Timeout reached while waiting for askpass"
-            r"|(?P<early>)Try again later"
+            r"|(?P<IDLE>)Timeout reached while waiting for askpass"
+            r"|(?P<EARLY>)Try again later"
         ),
     ),
     Dialect(
@@ -306,9 +307,9 @@ DIALECTS: Final = (
         command=SYSTEMD_COMMAND,
         ending=b"\n",
         events=re.compile(
-            r"(?m)^waker: (?:asks (?P<asks>[ -~\ufffd]+)|(?P<open>)settled"
+            r"(?m)^waker: (?:asks (?P<asks>[ -~\ufffd]+)|(?P<OPEN>)settled"
             r"|opened (?P<opened>[ -~\ufffd]+)|rejected (?P<rejected>[ -~\ufffd]+)"
-            r"|(?P<idle>)idle|(?P<dead>)dead|(?P<foreign>)foreign|(?P<booted>)booted)\n"
+            r"|(?P<IDLE>)idle|(?P<DEAD>)dead|(?P<FOREIGN>)foreign|(?P<BOOTED>)booted)\n"
         ),
         warning=". Be careful: after another wrong passphrase, systemd may give up"
         " until you restart the machine (unless crypttab has tries=0)",
@@ -476,6 +477,7 @@ END_SECONDS: Final = 3  # for a command to end after its verdict
 Reports = Iterator[Mapping[str, object]]  # {"sent": True}, then the final result
 PEER_ERRORS: Final = Exception  # paramiko raises whatever ended its thread
 NO_PARAMIKO: Final = "paramiko is missing or incomplete; install python3-paramiko"
+UNSENT: Final = "The passphrase was not sent."
 NO_PIN: Final = "no host key is pinned; run waker check while the initrd waits"
 
 
@@ -501,22 +503,6 @@ class Outcome(enum.Enum):
     REFUSED = "error", "logged in, but the server refuses to run the unlock command"
     FOREIGN = "error", "a prompt is not for a disk; answer it by hand"
     ERROR = "error", "{}"
-
-
-# What an event means before the passphrase was sent; any other event is ENDED.
-BEFORE_SENDING: Final = (
-    ("open", Outcome.OPEN),
-    ("nothing", Outcome.OPEN),
-    ("booted", Outcome.BOOTED),
-    ("dead", Outcome.DEAD),
-    ("early", Outcome.EARLY),
-    ("idle", Outcome.IDLE),
-    ("lost", Outcome.LOST),
-    ("silent", Outcome.SILENT),
-    ("missing", Outcome.MISSING),
-    ("refused", Outcome.REFUSED),
-    ("foreign", Outcome.FOREIGN),
-)
 
 
 class Result(NamedTuple):
@@ -661,18 +647,18 @@ class Command:
         expired = False
         while not (event := self._find_event()):
             if expired:
-                return "silent"
+                return "SILENT"
             left = until - time.monotonic()
             expired = left <= 0  # then look once more at what has arrived in time
             self._channel.settimeout(max(left, 0))
             try:
                 data = self._channel.recv(65536)
             except TimeoutError:
-                return "silent"
+                return "SILENT"
             if not data:
                 self._channel.status_event.wait(END_SECONDS)  # it may follow
-                endings = {0: "nothing", 126: "missing", 127: "missing"}
-                return endings.get(self._channel.exit_status, "ended")
+                endings = {0: "OPEN", 126: "MISSING", 127: "MISSING"}
+                return endings.get(self._channel.exit_status, "ENDED")
             # No initrd writes 64 KiB between two events.
             self._output = self._output[-65536:] + data.decode("ascii", "replace")
         return event
@@ -687,23 +673,22 @@ class Command:
 
 
 def classify_end(transport: "Transport", event: str, deadline: float) -> str:
-    """Replace the end of a command by `lost`, or by `silent` if we hung up."""
-    if event not in ("ended", "refused"):
-        return event
-    transport.join(1)  # it may be about to notice that the connection has ended
-    if transport.is_active():
-        return event
-    return "lost" if time.monotonic() < deadline else "silent"
+    """Replace the end of a command by LOST, or by SILENT if we hung up."""
+    if event in ("ENDED", "REFUSED"):
+        transport.join(1)  # it may be about to notice that the connection has ended
+        if not transport.is_active():
+            return "LOST" if time.monotonic() < deadline else "SILENT"
+    return event
 
 
 def explain_failure(event: str, disk: str, opened: str, warning: str) -> Result:
     """Return the result for an event other than `opened` after sending."""
     if event == "rejected":
         return Result.of(Outcome.WRONG, disk + opened + warning, sent=True)
-    if event == "dead":
+    if event == "DEAD":
         return Result.of(Outcome.DEAD, opened, sent=True)
     reason = "the initrd did not confirm it"
-    if event == "lost":
+    if event == "LOST":
         reason = "the connection was lost before the initrd confirmed it"
     return Result.of(Outcome.NOT_CONFIRMED, reason + opened, sent=True)
 
@@ -720,7 +705,7 @@ def answer_disks(
             command = Command(transport, dialect)
             event = command.hear(until)
         except PEER_ERRORS:
-            event = "refused"
+            event = "REFUSED"
         if event != "asks" or command.disk in opened:
             break
         yield {"sent": True}
@@ -737,7 +722,7 @@ def answer_disks(
         until = min(deadline, time.monotonic() + 15)  # seconds, for the next disk
     if not opened:
         event = classify_end(transport, event, deadline)
-        raise NotSent(dict(BEFORE_SENDING).get(event, Outcome.ENDED))
+        raise NotSent(Outcome.__members__.get(event, Outcome.ENDED))
     yield Result.of(Outcome.UNLOCKED, ", ".join(opened), sent=True)._asdict()
 
 
@@ -758,52 +743,36 @@ def unlock(machine: Machine, passphrase: Passphrase, deadline: float) -> Reports
         yield why.result._asdict()
 
 
-def filled_pipe(data: bytes) -> io.FileIO:
-    """Return the reading end of a pipe whose buffer holds `data`, up to 4 KiB."""
-    reader, writer = os.pipe()
-    with io.FileIO(writer, "w") as end:
-        end.write(data)
-    return io.FileIO(reader)
-
-
 class Unlocker:
     """Runs `waker.py unlock`, one at a time: a hung process can be killed."""
 
-    def __init__(
-        self, config: Config, program: Path, environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, config: Config, program: Path, env: Mapping[str, str]) -> None:
         command = sys.executable, str(program.resolve()), "unlock"
         self._command = (*command, "--seconds", str(config.unlock_seconds))
         self._seconds = config.unlock_seconds
         self._machine = config.machine
         # A variable such as PYTHONPATH may be what makes paramiko available.
-        others = {n: v for n, v in environment.items() if not n.startswith("WAKER_")}
+        others = {n: v for n, v in env.items() if not n.startswith("WAKER_")}
         self._environment = others | config.machine.settings()  # no PIN
         self._claimed = threading.Lock()  # may be released by another thread
 
-    def _find_fault(self) -> str:
-        """Return why no unlock can succeed on this box, or an empty string."""
-        if not self._machine.host_keys:
-            return NO_PIN
-        if not importlib.util.find_spec("paramiko"):  # importing it would cost 20 MB
-            return NO_PARAMIKO
-        fault = file_fault(self._machine.key, private=True)
-        return fault and f"SSH key {fault}"
-
     def claim(self, purpose: str) -> None:
         """Reserve the unlocker. Raises: Fault 409 if it is taken; 500."""
-        if fault := self._find_fault():
-            text = f"Failed to {purpose}: {fault}. The passphrase was not sent."
-            raise Fault(500, text)
+        fault = file_fault(self._machine.key, private=True)
+        fault = fault and f"SSH key {fault}"
+        if not importlib.util.find_spec("paramiko"):  # importing it would cost 20 MB
+            fault = NO_PARAMIKO
+        if not self._machine.host_keys:
+            fault = NO_PIN
+        if fault:
+            raise Fault(500, f"Failed to {purpose}: {fault}. {UNSENT}")
         if not self._claimed.acquire(blocking=False):
             raise Fault(409, "Another unlock or start is running; wait for it to end")
 
     def release(self) -> None:
         self._claimed.release()
 
-    def _read_reports(
-        self, child: "Popen[bytes]", cancelled: threading.Event, sent: threading.Event
-    ) -> bytes:
+    def _follow(self, child: "Popen[bytes]", cancelled: Event, sent: Event) -> bytes:
         """Read all that the process prints; kill it at its deadline or by a cancel."""
         stdout = cast("io.BufferedReader", child.stdout)
         deadline = time.monotonic() + self._seconds
@@ -821,21 +790,18 @@ class Unlocker:
                 if unwanted or time.monotonic() > deadline:
                     child.kill()  # what it has reported is still read
 
-    def run(
-        self, passphrase: Passphrase, cancelled: threading.Event, sent: threading.Event
-    ) -> Result:
-        """Unlock. A cancel ends the process if nothing was sent.
-
-        `sent` is set as soon as the passphrase may have been sent.
-        """
+    def run(self, passphrase: Passphrase, cancelled: Event, sent: Event) -> Result:
+        """Unlock. Set `sent` when the passphrase is; a cancel ends it before that."""
         import subprocess
 
         given = b"" if cancelled.is_set() else passphrase.data
         try:
-            # The passphrase is in the pipe before the process begins, so that nothing
-            # can delay or lose it. The process inherits our blocked SIGTERM and SIGINT;
-            # the session of its own protects it from a terminal that is closed.
-            with filled_pipe(given) as stdin:
+            # Nothing can delay or lose a passphrase that is in the pipe beforehand. The
+            # process inherits blocked SIGTERM and SIGINT; a session keeps off SIGHUP.
+            reader, writer = os.pipe()
+            with io.FileIO(writer, "w") as pipe:
+                pipe.write(given)  # 4 KiB would fit
+            with io.FileIO(reader) as stdin:
                 child = subprocess.Popen(
                     self._command,
                     stdin=stdin,
@@ -846,14 +812,13 @@ class Unlocker:
         except OSError as error:
             reason = f"the unlocking process cannot start: {error.strerror}"
             return Result.of(Outcome.ERROR, reason, sent=False)
-        reports = self._read_reports(child, cancelled, sent)
+        reports = self._follow(child, cancelled, sent)
         lines = [json.loads(line) for line in reports.splitlines()]
         if lines and "outcome" in lines[-1]:
             return Result(**lines[-1])
-        status = child.returncode
-        reason = f"the unlocking process ended with status {status}; see waker's log"
+        reason = f"the unlocking process ended with status {child.returncode}"
         outcome = Outcome.NOT_CONFIRMED if sent.is_set() else Outcome.ERROR
-        return Result.of(outcome, reason, sent=sent.is_set())
+        return Result.of(outcome, f"{reason}; see waker's log", sent=sent.is_set())
 
 
 # ---- Configuration -------------------------------------------------------------------
@@ -1077,8 +1042,6 @@ def describe_bug(error: BaseException) -> str:
 KEPT_SECONDS: Final = 3600  # a finished start stays in the status
 CLAIMING: Final = ("waking", "unlocking")  # phases that exclude another unlock
 ENDINGS: Final = ("done", "failed", "cancelled")  # phases; before them, `booting`
-AWAITED: Final = ("unlocked", "already_open", "not_confirmed")  # so the system may boot
-UNSENT: Final = "The passphrase was not sent."
 STILL_LOCKED: Final = (
     "Not confirmed. The initrd is still running: it may still be checking the"
     " passphrase, or the passphrase was wrong."
@@ -1099,29 +1062,8 @@ class Start:
         self.outcome: str | None = None  # until something is known
         self.message = "Looking for the machine"
         self.times = {"waking": 0}  # by phase: the seconds after which it began
-        self.cancelled = threading.Event()
-        self.sent = threading.Event()  # the passphrase may have been sent
-
-    def show(self, phase: str, outcome: str | None, message: str) -> None:
-        if (phase, outcome, message) != (self.phase, self.outcome, self.message):
-            log(f"start: {phase}: {message}")
-        self.phase = phase
-        self.outcome = outcome
-        self.message = message
-        now = time.monotonic()
-        self.times.setdefault(phase, int(now - self.began))
-        if phase in ENDINGS:
-            self.ended = now
-
-    def members(self, now: float) -> dict[str, object]:
-        return {
-            "phase": self.phase,
-            "outcome": self.outcome,
-            "message": self.message,
-            "seconds": max(int(min(now, self.ended) - self.began), 0),
-            "sent": self.sent.is_set(),
-            "times": dict(self.times),
-        }
+        self.cancelled = Event()
+        self.sent = Event()  # the passphrase may have been sent
 
 
 class Starter:
@@ -1134,18 +1076,25 @@ class Starter:
     def __init__(self, config: Config, watcher: Watcher, unlocker: Unlocker) -> None:
         self._config, self._watcher, self._unlocker = config, watcher, unlocker
         self._lock = threading.RLock()
-        self._last: Start | None = None  # running or ended
+        self._last = Start(-math.inf)  # running or ended; at first, long forgotten
+        self._last.ended = -math.inf
 
-    def _report(
-        self, start: Start, phase: str, outcome: str | None, message: str
-    ) -> None:
-        """Show a phase or a message, unless the start has ended or was replaced."""
+    def _report(self, start: Start, phase: str, outcome: str | None, text: str) -> None:
+        """Show a phase and a message, unless the start has ended or was replaced."""
         with self._lock:
             if start.ended < math.inf:
                 return
             if start.phase in CLAIMING and phase not in CLAIMING:
                 self._unlocker.release()
-            start.show(phase, outcome, message)
+            if (phase, outcome, text) != (start.phase, start.outcome, start.message):
+                log(f"start: {phase}: {text}")
+            start.phase = phase
+            start.outcome = outcome
+            start.message = text
+            now = time.monotonic()
+            start.times.setdefault(phase, int(now - start.began))
+            if phase in ENDINGS:
+                start.ended = now
 
     def _pause(self, start: Start, seconds: float) -> None:
         """Wait. Raises: Ended by a cancel, as long as nothing was sent."""
@@ -1203,11 +1152,10 @@ class Starter:
                 up = "The system is up."
                 text = f"{message} {up}" if confirmed else f"{up} {result.message}"
                 raise Ended("done", "up", text)
-            doubtful = not confirmed and sight.initrd is Port.OPEN
-            if doubtful and now >= began + self._config.doubt_seconds:
+            late = now >= began + self._config.doubt_seconds
+            message = result.message
+            if late and sight.initrd is Port.OPEN and not confirmed:
                 message = STILL_LOCKED
-            else:
-                message = result.message
             self._report(start, "booting", result.outcome, message)
         text = f"{message} The system has not answered yet."
         raise Ended("failed", "not_up", text)
@@ -1215,7 +1163,7 @@ class Starter:
     def _run(self, start: Start, given: list[Passphrase]) -> None:
         try:
             result = self._unlock(start, given.pop())  # no frame keeps it after that
-            if result.outcome not in AWAITED:
+            if result.outcome not in ("unlocked", "already_open", "not_confirmed"):
                 if not result.sent:
                     self._pause(start, 0)  # a cancel may have prevented it
                 phase = "done" if result.outcome == "up" else "failed"
@@ -1233,8 +1181,8 @@ class Starter:
         """End a watch that a new start or unlock replaces; keep what it showed."""
         with self._lock:
             start = self._last
-            if start and start.phase == "booting":
-                start.show("cancelled", start.outcome, start.message)
+            if start.phase == "booting":
+                self._report(start, "cancelled", start.outcome, start.message)
                 start.cancelled.set()
 
     def begin(self, passphrase: Passphrase, now: float) -> None:
@@ -1257,7 +1205,7 @@ class Starter:
     def cancel(self) -> None:
         """Cancel the running start. Raises: Fault 409 if no start is running."""
         with self._lock:
-            if not self._last or self._last.ended < math.inf:
+            if self._last.ended < math.inf:
                 raise Fault(409, "No start is running")
             self._last.cancelled.set()
 
@@ -1265,16 +1213,20 @@ class Starter:
         """Return the last start for the status; None if there is none to mention."""
         with self._lock:
             start = self._last
-            if not start:
-                return None
             # Another host key stays: any program may listen on the system's port.
-            alarm = start.outcome == "host_key_differs"
-            failed = start.phase in ("failed", "cancelled") and not alarm
-            settled = failed and sight.system is Port.OPEN
-            if settled or start.ended + KEPT_SECONDS < now:
-                self._last = None
+            keep = start.phase == "done" or start.outcome == "host_key_differs"
+            if start.phase in ENDINGS and sight.system is Port.OPEN and not keep:
+                start.ended = -math.inf  # forget it
+            if start.ended + KEPT_SECONDS < now:
                 return None
-            return start.members(now)
+            return {
+                "phase": start.phase,
+                "outcome": start.outcome,
+                "message": start.message,
+                "seconds": max(int(min(now, start.ended) - start.began), 0),
+                "sent": start.sent.is_set(),
+                "times": dict(start.times),
+            }
 
 
 # ---- Tokens and attempts -------------------------------------------------------------
@@ -1418,17 +1370,13 @@ class App:
     """All that lives as long as the daemon."""
 
     def __init__(
-        self,
-        config: Config,
-        program: Path,
-        environment: Mapping[str, str],
-        tls: "ssl.SSLContext | None" = None,
+        self, config: Config, unlocker: Unlocker, tls: "ssl.SSLContext | None" = None
     ) -> None:
         self.config, self.tls = config, tls
         self.page, self.icon = load_page()
         self.gate, self.watcher = Gate(), Watcher(config.machine)
-        self.unlocker = Unlocker(config, program, environment)
-        self.starter = Starter(config, self.watcher, self.unlocker)
+        self.unlocker = unlocker
+        self.starter = Starter(config, self.watcher, unlocker)
 
 
 def done(request: Request, message: str) -> Response:
@@ -1470,14 +1418,13 @@ def post_unlock(app: App, request: Request) -> Response:
     app.unlocker.claim("unlock")
     try:
         app.starter.end_watch()
-        result = app.unlocker.run(passphrase, threading.Event(), threading.Event())
+        result = app.unlocker.run(passphrase, Event(), Event())
     finally:
         app.unlocker.release()
     if result.outcome == "wrong_passphrase":
         raise Fault(400, result.message)
     if result.outcome == "not_confirmed":
-        text = result.message.removesuffix(".")
-        raise Fault(500, f"{text}; watch GET /api/status")
+        raise Fault(500, f"{result.message[:-1]}; watch GET /api/status")
     if result.outcome not in ("unlocked", "already_open", "up"):
         raise Fault(500, f"Failed to unlock: {result.message}")
     return done(request, result.message)
@@ -2042,7 +1989,7 @@ def main(argv: Sequence[str]) -> int:
                 print(json.dumps(told), flush=True)
             os._exit(told["outcome"] != "unlocked")  # paramiko's timers would take 15 s
         config = read_config(values, folder)
-        app = App(config, Path(argv[0]), os.environ, make_tls(config))
+        app = App(config, Unlocker(config, Path(argv[0]), os.environ), make_tls(config))
         if arguments.command == "check":
             os._exit(print_table(check(config, file)))  # which hangs up as well
     except ConfigError as error:

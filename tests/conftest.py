@@ -194,7 +194,7 @@ class Client:
 
 def new_app(config: waker.Config) -> waker.App:
     """Put the daemon's parts together."""
-    return waker.App(config, Path(PROGRAM), os.environ)
+    return waker.App(config, waker.Unlocker(config, Path(PROGRAM), os.environ))
 
 
 def wait_for_starts() -> None:

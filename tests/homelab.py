@@ -284,7 +284,8 @@ def main(wish: str = "127.0.0.1:8080") -> int:
         print(f"PIN         {pin}\npassphrase  {passphrase}")
         print("Enter switches the machine off, ^C ends. The log:", flush=True)
         Thread(target=machine.obey, args=(0,), daemon=True).start()
-        return waker.serve(waker.App(config, Path(waker.__file__), os.environ))
+        unlocker = waker.Unlocker(config, Path(waker.__file__), os.environ)
+        return waker.serve(waker.App(config, unlocker))
 
 
 if __name__ == "__main__":

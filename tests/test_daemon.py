@@ -188,7 +188,7 @@ def test_a_box_that_stalls_loses_no_passphrase(
             time.sleep(0.15)
 
     config = config._replace(unlock_seconds=10)
-    unlocker = waker.App(config, program, os.environ).unlocker
+    unlocker = waker.Unlocker(config, program, os.environ)
     sys.setprofile(stall)
     try:
         events = threading.Event(), threading.Event()

@@ -72,7 +72,7 @@ def test_nothing_at_module_level_can_change() -> None:
 OPENS = r"(?<!tls)\.open\(|(?<![.\w])(?<!def )open\(|\b(read|write)_(text|bytes)\("
 NETWORK = r"socket\.(socket|create_\w+|getaddrinfo)\(|\.connect\(\(|sendto\("
 CLOCKED = (
-    "knock Command classify_end answer_disks unlock Unlocker Start Starter Incoming"
+    "knock Command classify_end answer_disks unlock Unlocker Starter Incoming"
     " read_request"
 )
 
