@@ -1254,7 +1254,6 @@ class Gate:
         self._lock = threading.Lock()
         self._times: OrderedDict[str, deque[float]] = OrderedDict()  # by last attempt
         self._ends: dict[bytes, float] = {}  # of tokens, the oldest first
-        self.owners: deque[str] = deque(maxlen=TOKENS)  # names that gave the right PIN
 
     def count(self, client: str, now: float) -> None:
         """Count an attempt. Raises: Fault 429 with Retry-After."""
@@ -1391,7 +1390,6 @@ def post_auth(app: App, request: Request) -> Response:
     if not app.config.pin.matches(pin):
         raise Fault(401, "Wrong PIN", ("WWW-Authenticate", "Bearer"))
     log(f"ip={request.client} PIN accepted")
-    app.gate.owners.append(counted_as(request.client))
     return Response({"token": app.gate.issue(request.now), "expires_in": TOKEN_SECONDS})
 
 
@@ -1493,39 +1491,43 @@ def respond(app: App, received: Request | Fault, peer: str) -> Response:
 # expression takes linear time. Sources: RFC 9110, 9112. Each connection has a thread,
 # one request and a deadline; over the limit, connections are dropped.
 
-HEAD: Final = 16384  # bytes: the request line and the header fields
+MAX_HEAD: Final = 16384  # bytes, up to and including the empty line
 FIELDS: Final = 100  # a browser sends 20; thousands of tiny ones cost CPU
 TCHAR: Final = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 AUTHORITY: Final = rb"(?:[\w.~-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?"
 PATH: Final = rb"/(?:[\w.~!$&'()*+,;=:@/-]|%[0-9A-Fa-f]{2})*"
 QUERY: Final = rb"\?(?:[\w.~!$&'()*+,;=:@/?-]|%[0-9A-Fa-f]{2})*"
-REQUEST_LINE: Final = re.compile(  # a path, or an absolute URL with or without one
-    rb"(%b+) (?:(?i:https?)://%b(?=[/? ])|(?=/))(%b)?(?:%b)? HTTP/1\.([01])\r\n"
-    % (TCHAR, AUTHORITY, PATH, QUERY)
+REQUEST_LINE: Final = re.compile(
+    rb"(%b+) (%b)(?:%b)? HTTP/1\.([01])\r\n" % (TCHAR, PATH, QUERY)
 )
 FIELD: Final = re.compile(rb"(%b+):([\t -~\x80-\xff]*)\r\n" % TCHAR)
 ONCE: Final = ("authorization", "content-length", "content-type", "host")
 CLIENT_SECONDS: Final = 10  # to send the request; again, to read the answer
 DRAIN_SECONDS: Final = 2  # for a client to hang up after its answer
 THREADS: Final = 64  # connections at a time: half a megabyte each at the worst
-PER_CLIENT: Final = 24  # connections, except from trusted proxies; a browser opens 6
-DROP_SECONDS: Final = 0.25  # for a dropped connection to end, on a busy machine
 
 
 def read_head(file: io.BufferedReader) -> tuple[str, str, dict[str, str]]:
     """Read method, path and fields by lower-case name. Raises: Fault 400, 431."""
     # What begins otherwise may be TLS, which has no lines to wait for.
-    line = file.readline(HEAD) if re.match(TCHAR, file.peek(1)) else b""
-    start, left = REQUEST_LINE.fullmatch(line), HEAD - len(line)
-    if not start:
-        text = "The request line must be METHOD TARGET HTTP/1.1"
-        raise Fault(400 if left else 431, text)
-    fields: dict[str, str] = {}
-    for number, line in enumerate(iter(lambda: file.readline(HEAD), b"\r\n"), 1):
+    left = MAX_HEAD
+
+    def read_line() -> bytes:
+        nonlocal left
+        line = file.readline(left)
         left -= len(line)
-        if left <= 0 or number > FIELDS:
-            text = f"The head must have at most {HEAD} bytes and {FIELDS} fields"
-            raise Fault(431, text)
+        if left == 0 and line != b"\r\n":  # no room for the empty line
+            raise Fault(431, f"The head must have at most {MAX_HEAD} bytes")
+        return line
+
+    line = read_line() if re.match(TCHAR, file.peek(1)) else b""
+    start = REQUEST_LINE.fullmatch(line)
+    if not start:
+        raise Fault(400, "The request line must be METHOD TARGET HTTP/1.1")
+    fields: dict[str, str] = {}
+    for number, line in enumerate(iter(read_line, b"\r\n"), 1):
+        if number > FIELDS:
+            raise Fault(431, f"The head must have at most {FIELDS} fields")
         found = FIELD.fullmatch(line)
         if not found:
             raise Fault(400, "A header field must be NAME: VALUE, and end with CR LF")
@@ -1535,7 +1537,7 @@ def read_head(file: io.BufferedReader) -> tuple[str, str, dict[str, str]]:
         fields[name] = f"{fields[name]}, {value}" if name in fields else value
     if start[3] == b"0":  # HTTP/1.0 does not ask for a Host
         fields.setdefault("host", "none")
-    return start[1].decode(), (start[2] or b"/").decode(), fields
+    return start[1].decode(), start[2].decode(), fields
 
 
 def read_request(
@@ -1585,44 +1587,62 @@ class Incoming(io.RawIOBase):
         self._server, self._tcp = server, tcp
         self._ends = time.monotonic() + CLIENT_SECONDS
         self.name = name  # by which the connections of a client are counted
-        dropped = server.drops.get(name, -math.inf)
-        self.returned = time.monotonic() < dropped + 3  # seconds ago, or less
-        # For the client, so that it may be dropped; None: unless there is data to read
-        self.waits: bool | None = True if server.app.tls else None
-        self.answered = self.dropped = False  # dropped: hung up on, about to end
+        self.waiting = False  # for its client: may be closed to make room
+        self.dropped = False  # closed to make room; its thread is about to end
 
-    def mark(self, *, waits: bool, answered: bool = False) -> None:
+    def mark(self, *, waiting: bool) -> None:
         """Note its state. Raises: ConnectionAbortedError if it was dropped before."""
         with self._server.lock:
             if self.dropped:
                 raise ConnectionAbortedError
-            self.waits, self.answered = waits, answered
+            self.waiting = waiting
+            self._server.lock.notify()
+
+    def drop(self) -> None:
+        self.dropped = True
+        with contextlib.suppress(OSError):  # SSLSocket's would go on in plain text
+            socket.socket.shutdown(self._tcp, socket.SHUT_RDWR)
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
-        """Read what there is. Raises: TimeoutError at the deadline; OSError."""
+    def _do(self, action: Callable[[], int]) -> int:
+        """Read or write, at once or while it is marked as waiting. Raises: OSError."""
         left = self._ends - time.monotonic()
         if left <= 0:
             raise TimeoutError
         self._tcp.settimeout(left)
-        count = self._tcp.recv_into(buffer)  # the first one of TLS shakes hands as well
-        self.mark(waits=True)
+        try:
+            self._tcp.settimeout(0)
+            return action()  # TLS shakes hands first
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, 2, 3):  # TLS: wants to read, to write
+                raise
+        # Not before: neither a request that has arrived nor its answer may be lost.
+        self.mark(waiting=True)
+        count = action()
+        self.mark(waiting=False)
         return count
 
+
+    def readinto(self, buffer: Any) -> int:
+        """Read what there is. Raises: TimeoutError at the deadline; OSError."""
+        return self._do(functools.partial(self._tcp.recv_into, buffer))
+
+    def send_all(self, data: bytes) -> None:
+        """Send the whole answer within CLIENT_SECONDS. Raises: OSError."""
+        self._ends = time.monotonic() + CLIENT_SECONDS
+        while data:
+            data = data[self._do(functools.partial(self._tcp.send, data)) :]
+        self.mark(waiting=True)  # for the client to close
 
 class Handler(BaseHTTPRequestHandler):
     """One connection: reads one request, answers it, and lets the client hang up."""
 
     server: "Server"
 
-    def drain(self, received: Request | Fault) -> None:
-        """Let a client that may still send hang up first, so as to get its answer."""
-        whole = isinstance(received, Request) and received.body is not None
-        more = select.select([self.request], [], [], 0)[0]
-        if whole and not more and not self.server.app.tls:
-            return
+    def drain(self) -> None:
+        """Wait briefly for the client to close: closing first could lose the answer."""
         ends, left = time.monotonic() + DRAIN_SECONDS, 1 << 20  # bytes
         self.request.settimeout(DRAIN_SECONDS)
         if self.server.app.tls:
@@ -1647,7 +1667,7 @@ class Handler(BaseHTTPRequestHandler):
                 received = fault
             except TimeoutError:
                 received = Fault(408, f"The request took over {CLIENT_SECONDS} s")
-            connection.mark(waits=False)
+            connection.mark(waiting=False)
             response = respond(app, received, peer)
             head = isinstance(received, Request) and received.method == "HEAD"
             headers = {
@@ -1664,11 +1684,8 @@ class Handler(BaseHTTPRequestHandler):
             lines = [f"HTTP/1.1 {response.status} {self.responses[response.status][0]}"]
             lines += [f"{name}: {value}" for name, value in headers.items()]
             answer = "\r\n".join([*lines, "\r\n"]).encode()
-            self.request.settimeout(CLIENT_SECONDS)  # for the whole answer together
-            connection.mark(waits=True)
-            self.request.sendall(answer + (b"" if head else response.body))
-            connection.mark(waits=True, answered=True)
-            self.drain(received)
+            connection.send_all(answer + (b"" if head else response.body))
+            self.drain()
 
 
 class Server(ThreadingHTTPServer):
@@ -1678,73 +1695,52 @@ class Server(ThreadingHTTPServer):
         # HTTPServer would look up the name of our address, and wait for a dead DNS.
         socketserver.BaseServer.__init__(self, tcp.getsockname()[:2], Handler)
         self.socket, self.app = tcp, app
-        self.lock = threading.Condition()  # notified when a connection has ended
+        self.lock = threading.Condition()  # notified when a connection ends or waits
         self.connections: dict[socket.socket, Incoming] = {}  # each has a thread
-        self.drops: dict[str, float] = {}  # when a name was dropped; monotonic seconds
 
     def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
-        """Let a client in. Raises: OSError, which the base class passes over."""
+        """Let a client in. Raises: OSError, which the base class ignores."""
         try:
             tcp, (host, port, *_) = self.socket.accept()
-        except OSError:
-            time.sleep(0.05)  # seconds, or it would spin while descriptors are short
-            raise
-        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if tls := self.app.tls:
-            with contextlib.suppress(BlockingIOError):  # nothing to look at so far
-                if tcp.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b"\x16":
-                    tcp.close()
-                    raise ConnectionAbortedError  # not TLS: not worth a thread
-            tcp = tls.wrap_socket(tcp, server_side=True, do_handshake_on_connect=False)
+            tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if tls := self.app.tls:
+                tcp = tls.wrap_socket(
+                    tcp, server_side=True, do_handshake_on_connect=False
+                )
+        except Exception as error:
+            if not isinstance(error, OSError):
+                log(describe_bug(error))
+            time.sleep(0.05)  # seconds, or it would spin while resources are short
+            raise OSError from error  # any other would end the serving thread
         # An IPv4-mapped address counts as IPv4; a link-local one keeps its scope.
         return tcp, (host.removeprefix("::ffff:"), port)
 
-    def _drop(self, name: str = "") -> None:
-        """Close a connection that waits for its client: one of `name`, or any.
-
-        Answered ones go first, then those of the busiest client (a browser has two),
-        then those that returned soon after a drop (if many did: a few may include the
-        owner), then any: the oldest may be far away. Those of who gave the PIN go last.
-        """
-        many = sum(c.returned for c in self.connections.values()) > THREADS // 8
-        busy = Counter(c.name for c in self.connections.values() if not c.dropped)
-        crowds = {n: 0 if n in self.app.gate.owners else max(busy[n], 2) for n in busy}
-        new = [tcp for tcp, c in self.connections.items() if c.waits is None]
-        ready = select.select(new, [], [], 0)[0]
-        ranks = {
-            tcp: (c.answered, crowds[c.name], many and c.returned, secrets.randbits(32))
-            for tcp, c in self.connections.items()
-            if c.waits is not False and not c.dropped and name in ("", c.name)
-            if tcp not in ready
-        }
-        if ranks:
-            tcp = max(ranks, key=ranks.__getitem__)
-            self.connections[tcp].dropped = True
-            if len(self.drops) >= CLIENTS:
-                self.drops.clear()
-            self.drops[self.connections[tcp].name] = time.monotonic()
-            with contextlib.suppress(OSError):  # SSLSocket's would go on in plain text
-                socket.socket.shutdown(tcp, socket.SHUT_RDWR)
+    def _make_room(self) -> None:
+        """Drop a connection that waits for its client: any of the busiest client's."""
+        everyone = self.connections.values()
+        if any(one.dropped for one in everyone):
+            return  # its place is about to be free
+        waiting = [one for one in everyone if one.waiting]
+        counts = Counter(one.name for one in everyone)
+        most = max((counts[one.name] for one in waiting), default=0)
+        if most > 6:  # connections; a browser opens six, so up to that all are equal
+            waiting = [one for one in waiting if counts[one.name] == most]
+        if waiting:
+            secrets.choice(waiting).drop()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Give a connection a thread; where there are too many, drop another one."""
-        trusted = within(client_address[0], self.app.config.proxies)
-        name = "" if trusted else counted_as(client_address[0])
+        """Give a connection a thread; make room first if there are too many."""
         with self.lock:
-            own = [
-                c for c in self.connections.values() if c.name == name and not c.dropped
-            ]
-            if name and len(own) >= PER_CLIENT:
-                self._drop(name)
             while len(self.connections) >= THREADS:
-                self._drop()
-                self.lock.wait(DROP_SECONDS)
+                self._make_room()
+                self.lock.wait()
+            name = counted_as(client_address[0])
             self.connections[request] = Incoming(self, request, name)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         """Hang up, and free the thread's place: every connection ends here."""
-        with self.lock:  # or `_drop` could meet a closed socket
+        with self.lock:  # or `_make_room` could meet a closed socket
             self.close_request(request)
             self.connections.pop(request, None)
             self.lock.notify()
@@ -1759,7 +1755,7 @@ class Server(ThreadingHTTPServer):
         self.shutdown()
         with self.lock:
             for tcp, connection in self.connections.items():
-                connection.dropped = connection.waits is not False
+                connection.dropped = connection.waiting
                 with contextlib.suppress(OSError):  # stop reading, keep writing
                     socket.socket.shutdown(tcp, socket.SHUT_RD)
             while self.connections:

@@ -205,15 +205,14 @@ def wait_for_starts() -> None:
 
 
 @contextlib.contextmanager
-def running(
-    config: waker.Config, port: int = 0, options: Sequence[tuple[int, int, int]] = ()
+def serving(
+    app: waker.App, port: int = 0, options: Sequence[tuple[int, int, int]] = ()
 ) -> Iterator[Client]:
     """Run the daemon in this process; port 0 is any free one.
 
     `options` are for its socket: level, name, value. Nobody else uses waker.Server:
     `waker.serve` waits for signals, which only the main thread of a process can do.
     """
-    app = new_app(config)
     tcp = waker.listen(("127.0.0.1", port))
     for option in options:
         tcp.setsockopt(*option)
@@ -226,6 +225,15 @@ def running(
         with contextlib.suppress(waker.Fault):
             app.starter.cancel()
         wait_for_starts()
+
+
+@contextlib.contextmanager
+def running(
+    config: waker.Config, port: int = 0, options: Sequence[tuple[int, int, int]] = ()
+) -> Iterator[Client]:
+    """Put the daemon's parts together, and run it."""
+    with serving(new_app(config), port, options) as client:
+        yield client
 
 
 @dataclass
