@@ -4,6 +4,7 @@ import base64
 import email.utils
 import re
 import time
+import tracemalloc
 from pathlib import Path
 from typing import cast
 
@@ -122,6 +123,19 @@ def test_strangers_lock_nobody_out_and_fill_no_memory() -> None:
         for number in range(first, last):
             assert not refused(gate, f"2001:db8:{number:x}::1", 1)
         assert bool(refused(gate, "192.0.2.1", 1)) == known
+
+
+def test_the_clients_that_are_remembered_take_3_mb_at_most() -> None:
+    gate, before = waker.Gate(), 0
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for attempt in range(10):
+            for number in range(4096):
+                gate.count(f"2001:db8:{number:x}::1", attempt + number / 8192)
+        assert tracemalloc.get_traced_memory()[0] - before < 3e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_token_lives_15_minutes_and_64_live_at_a_time(config: waker.Config) -> None:
