@@ -58,7 +58,7 @@ if TYPE_CHECKING:  # imported lazily: they would cost memory for the daemon's wh
 
     from paramiko import PKey, Transport  # the daemon never imports it: 20 MB
 
-__version__ = "2.0.0"
+__version__ = "2.1.0.dev0"
 
 # ---- Values --------------------------------------------------------------------------
 # Checked once, when they are made; a parser raises ValueError. No secret is in a repr.
@@ -111,7 +111,6 @@ def fingerprint(blob: bytes) -> str:
     return "SHA256:" + base64.b64encode(sha256(blob)).decode().rstrip("=")
 
 
-class HostKey(NamedTuple):
 # Hosts, a type, the key, a comment. The hosts and the comment may contain commas, so a
 # comma ends a line only if another key follows. Lines with @revoked are no pins.
 KEY_TYPE: Final = "(?:ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(?:256|384|521))"
@@ -123,6 +122,7 @@ HOST_KEY: Final = re.compile(
 )
 
 
+class HostKey(NamedTuple):
     """A pinned public host key: its type, and its bytes on the wire."""
 
     kind: str
@@ -860,7 +860,6 @@ def parse_listen(text: str) -> Address:
     if not found or int(found[3]) > 65535:
         raise ValueError
     return plain_address(found[1] or found[2]), int(found[3])
-    (r"(['\"]).*\1\s+['\"]", "quote the value once, as a whole"),
 
 
 def parse_networks(text: str) -> tuple[Network, ...]:
@@ -896,6 +895,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
 NOT_VALUES: Final = (
     (r"#|(['\"]).*\1\s+#|[^'\"].*\s#", "move the comment to its own line, or quote it"),
     (r"[\u2018-\u201f]", "use straight quotes, or none"),
+    (r"(['\"]).*\1\s+['\"]", "quote the value once, as a whole"),
     (r"(['\"])(?!.*\1$)", "end the value with the quote that begins it"),
     (r"(?!['\"]).*\sWAKER_\w+=", "give each setting a line of its own"),
 )
@@ -1510,7 +1510,6 @@ THREADS: Final = 64  # connections at a time: half a megabyte each at the worst
 
 def read_head(file: io.BufferedReader) -> tuple[str, str, dict[str, str]]:
     """Read method, path and fields by lower-case name. Raises: Fault 400, 431."""
-    # What begins otherwise may be TLS, which has no lines to wait for.
     left = MAX_HEAD
 
     def read_line() -> bytes:
@@ -1521,6 +1520,7 @@ def read_head(file: io.BufferedReader) -> tuple[str, str, dict[str, str]]:
             raise Fault(431, f"The head must have at most {MAX_HEAD} bytes")
         return line
 
+    # What begins otherwise may be TLS, which has no lines to wait for.
     line = read_line() if re.match(TCHAR, file.peek(1)) else b""
     start = REQUEST_LINE.fullmatch(line)
     if not start:
@@ -1612,7 +1612,6 @@ class Incoming(io.RawIOBase):
         left = self._ends - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        self._tcp.settimeout(left)
         try:
             self._tcp.settimeout(0)
             return action()  # TLS shakes hands first
@@ -1621,10 +1620,10 @@ class Incoming(io.RawIOBase):
                 raise
         # Not before: neither a request that has arrived nor its answer may be lost.
         self.mark(waiting=True)
+        self._tcp.settimeout(left)
         count = action()
         self.mark(waiting=False)
         return count
-
 
     def readinto(self, buffer: Any) -> int:
         """Read what there is. Raises: TimeoutError at the deadline; OSError."""
@@ -1636,6 +1635,7 @@ class Incoming(io.RawIOBase):
         while data:
             data = data[self._do(functools.partial(self._tcp.send, data)) :]
         self.mark(waiting=True)  # for the client to close
+
 
 class Handler(BaseHTTPRequestHandler):
     """One connection: reads one request, answers it, and lets the client hang up."""

@@ -26,8 +26,8 @@ SETTINGS = {
     "WAKER_TRUSTED_PROXY": "127.0.0.1",
 }
 # By itself schemathesis takes any 401 or 500 for the refusal of a body; here one that
-# is not right must be called so. "Failed to unlock" is the one 500 that is no bug; the
-# description has its text.
+# is not right must be called so. A failed unlock is the one 500 that is no bug; the
+# description has its texts.
 CONFIG = """
 hooks = "fuzz"
 continue-on-failure = true

@@ -3,7 +3,7 @@
 Each attack is made on daemons of its own under the usual limit of 1,024 descriptors,
 whose stderr is a pipe that nobody reads. The attacker is a process of its own, which
 opens each connection again two seconds after it was seen to be closed. For ten seconds
-the owner, who gave the PIN before, asks for the page ten times a second.
+the owner asks for the page ten times a second.
 
 Then it is done over TLS, as root, with an owner whose packets need 250 ms for a round
 trip: in network namespaces, between which a program carries them. There the owner asks
@@ -16,7 +16,6 @@ owner had the whole page, all tries together; requests that stayed without an an
 import asyncio
 import contextlib
 import io
-import json
 import math
 import multiprocessing
 import resource
@@ -35,7 +34,7 @@ from typing import NamedTuple
 
 from bench import LOCAL, SETTINGS, Figures, figure, rss, show_head, show_row
 from certificate import new_certificate
-from conftest import PIN, daemon, need
+from conftest import daemon, need
 from namespaces import IFF_TUN, hosts, ip, wire
 
 Begin = Callable[[], Callable[[], None]]  # begins an attack; returns how to end it
@@ -45,8 +44,6 @@ HALF_TRIP = 0.125  # seconds that a packet of the owner takes, who is far away
 LIMIT = ("prlimit", "--nofile=1024", "env", "MALLOC_ARENA_MAX=2")  # as in the unit
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /api/auth HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-PIN_BODY = json.dumps({"pin": PIN}).encode()
-LOGIN = POST + b"Content-Length: %d\r\n\r\n%b" % (len(PIN_BODY), PIN_BODY)
 
 
 # ---- The attacker --------------------------------------------------------------------
@@ -143,9 +140,7 @@ def begin(work: Callable[[], Coroutine[None, None, None]]) -> Callable[[], None]
 # ---- The owner -----------------------------------------------------------------------
 
 
-def ask(
-    where: Where, tls: ssl.SSLContext | None, request: bytes = GET + b"\r\n"
-) -> float:
+def ask(where: Where, tls: ssl.SSLContext | None) -> float:
     """Ask for the page, far away three times; returns the milliseconds."""
     began = time.perf_counter()
     for _ in range(3 if tls else 1):
@@ -154,7 +149,7 @@ def ask(
             socket.create_connection(where, 5 if tls else 20) as tcp,
             tls.wrap_socket(tcp) if tls else tcp as connection,
         ):
-            connection.sendall(request)
+            connection.sendall(GET + b"\r\n")
             answer = b"".join(iter(lambda: connection.recv(65536), b""))
             if answer.startswith(b"HTTP/1.1 200 "):
                 return (time.perf_counter() - began) * 1000
@@ -165,7 +160,6 @@ def besiege(
     pid: int, begin_attack: Begin, where: Where, tls: ssl.SSLContext | None = None
 ) -> Figures:
     """Be the owner of a daemon that is attacked; returns the figures."""
-    assert ask(where, tls, LOGIN) < math.inf
     answers, before, memory, threads = [], rss(pid), 0.0, 0
     end_attack = begin_attack()
     with ThreadPoolExecutor(200) as pool:
