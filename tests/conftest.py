@@ -201,7 +201,8 @@ def wait_for_starts() -> None:
     """Wait until each start of this process has ended."""
     for thread in threading.enumerate():
         if thread.name == "start":
-            thread.join()
+            thread.join(60)  # seconds; it was cancelled
+            assert not thread.is_alive()
 
 
 @contextlib.contextmanager

@@ -264,11 +264,12 @@ def test_what_was_not_confirmed_is_doubted_while_the_initrd_runs(
 ) -> None:
     """And whatever was reported, the system may come up."""
     disks = Disks({"d": "another"}, dies="hangs up")
-    with starting(tmp_path, disks, doubt_seconds=3) as (client, _):
+    with starting(tmp_path, disks, doubt_seconds=4) as (client, _):
         assert wait_until(client, "booting") == LOST
         seen = wait_for(lambda: told(client), lambda now: now["message"] in DOUBT)
         assert seen["phase"] == "booting"
         assert seen["outcome"] == "not_confirmed"
+        assert seen["seconds"] - seen["times"]["booting"] >= 3  # whole ones
         assert client.app
         with contextlib.closing(listen_at(client.app.config.machine)):
             up, reported = wait_until(client, "done").split(". ", 1)

@@ -132,13 +132,25 @@ class Owner:
         """Wait until the machine is in that state."""
         wait_for(self.status, lambda status: status["state"] == state)
 
-    def start(self, passphrase: str, hear: Callable[[], bool] = lambda: True) -> Any:
-        """Start with one request, for which a computer listens; returns the end."""
+    def start(
+        self,
+        passphrase: str,
+        hear: Callable[[], bool] = lambda: True,
+        last: str = "",
+    ) -> Any:
+        """Start with one request, for which a computer listens.
+
+        Returns the start at its end, or when it shows the message `last`.
+        """
         begun = self.call("POST", "/api/start", {"passphrase": passphrase})
         assert begun.status == 200
         assert hear()
-        ends = "done", "failed"
-        return wait_for(self.status, lambda s: s["start"]["phase"] in ends)["start"]
+
+        def has_ended(status: Any) -> bool:
+            start = status["start"]
+            return start["phase"] in ("done", "failed") or start["message"] == last
+
+        return wait_for(self.status, has_ended)["start"]
 
     def unlock(self, passphrase: str) -> tuple[int, str]:
         """Returns the status, and the message or the error."""
