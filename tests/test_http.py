@@ -257,21 +257,24 @@ def test_the_clients_of_a_proxy_are_one(config: waker.Config, crowd: Crowd) -> N
         assert all(map(is_open, others))
 
 
-def test_a_request_that_has_arrived_is_answered(api: Client, crowd: Crowd) -> None:
-    """However many connections make room meanwhile, the busiest client's first."""
-    crowd.come(api, places(1, 64))
-
-    def ask(_: int) -> int:
-        """Ask until all have come; returns how many requests were answered."""
-        count = 0
-        while not crowding.done():
-            assert api.call("GET", "/").status == 200
-            count += 1
-        return count
-
-    with ThreadPoolExecutor(17) as pool:
-        crowding = pool.submit(crowd.come, api, places(2, 600))
-        assert sum(pool.map(ask, range(16))) > 16
+def test_neither_a_request_that_has_arrived_nor_its_answer_makes_room(
+    config: waker.Config,
+) -> None:
+    """Nothing is marked as waiting before it really has to wait."""
+    listener = waker.listen(("127.0.0.1", 0))
+    ours, theirs = socket.socketpair()
+    with listener, ours, theirs, ThreadPoolExecutor() as pool:
+        server = waker.Server(new_app(config), listener)
+        connection = waker.Incoming(server, ours, "192.0.2.1")
+        theirs.settimeout(20)
+        theirs.sendall(b"request")
+        with server.lock:  # without which nothing can be marked
+            reading = pool.submit(connection.readinto, bytearray(99))
+            assert reading.result(20) == len(b"request")
+            sending = pool.submit(connection.send_all, b"answer")
+            assert theirs.recv(99) == b"answer"
+        sending.result()
+        assert connection.waiting
 
 
 def test_150_connections_have_64_threads_and_wait_for_descriptors() -> None:
