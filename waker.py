@@ -117,8 +117,8 @@ KEY_TYPE: Final = "(?:ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(?:256|384|521))"
 HOSTS: Final = r"\s*(?:[^\s@]\S*\s+)?"
 HOST_KEY: Final = re.compile(
     rf"{HOSTS}({KEY_TYPE})\s+([^\s,]+)"
-    rf"(?:\s(?:(?!{KEY_TYPE}\s|@revoked|@cert-authority).)*?)?"
-    rf"(?:,(?={HOSTS}{KEY_TYPE}\s)|\s*$)"
+    rf"(?:\s(?:(?!{KEY_TYPE}\s+AAAA|@revoked|@cert-authority).)*?)?"
+    rf"(?:,(?={HOSTS}{KEY_TYPE}\s+AAAA)|\s*$)"
 )
 
 
@@ -223,6 +223,7 @@ class Dialect(NamedTuple):
     command: str
     events: re.Pattern[str]
     ending: bytes = b""  # of an answer; if empty, the end of input takes its place
+    silence: str = "ENDED"  # the event if the command succeeds without a word
     warning: str = ""  # about the next wrong passphrase
 
 
@@ -294,6 +295,7 @@ DIALECTS: Final = (
     Dialect(
         name="cryptroot",
         command="cryptroot-unlock",
+        silence="OPEN",
         events=re.compile(
             r"Please unlock disk (?P<asks>[!-~]{1,64})\n"
             r"|cryptsetup: (?P<opened>[!-~]{1,64}) set up successfully"
@@ -465,10 +467,9 @@ class Watcher:
 
 
 # ---- Unlocking -----------------------------------------------------------------------
-# `waker.py unlock` takes one passphrase for one machine, then exits: no memory and no
-# thread keeps the passphrase. Of the machine's output, only disk names are reported:
-# the rest might repeat the passphrase. After `not_asked`, one may try again. Only this
-# section and `check` import paramiko.
+# `waker.py unlock` takes one passphrase for one machine, then exits, and its memory is
+# gone. It reports only disk names of the machine's output, which might repeat the
+# passphrase. After `not_asked`, retrying is safe. Only `check` also imports paramiko.
 
 CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
 LOST_SECONDS: Final = 10  # without a sign of life from the machine's kernel: it is gone
@@ -657,7 +658,7 @@ class Command:
                 return "SILENT"
             if not data:
                 self._channel.status_event.wait(END_SECONDS)  # it may follow
-                endings = {0: "OPEN", 126: "MISSING", 127: "MISSING"}
+                endings = {0: self._dialect.silence, 126: "MISSING", 127: "MISSING"}
                 return endings.get(self._channel.exit_status, "ENDED")
             # No initrd writes 64 KiB between two events.
             self._output = self._output[-65536:] + data.decode("ascii", "replace")
@@ -697,26 +698,26 @@ def answer_disks(
     transport: "Transport", machine: Machine, passphrase: Passphrase, deadline: float
 ) -> Reports:
     """Answer each disk that asks, once, until no new disk asks. Raises: NotSent."""
-    dialect = machine.dialect
     opened: list[str] = []
     until = min(deadline, time.monotonic() + 60)  # an emulated machine took 30 s
     while True:
         try:
-            command = Command(transport, dialect)
+            command = Command(transport, machine.dialect)
             event = command.hear(until)
         except PEER_ERRORS:
             event = "REFUSED"
-        if event != "asks" or command.disk in opened:
+        if event != "asks":
             break
-        yield {"sent": True}
-        event = command.answer(passphrase, deadline)
+        if not set(opened) & set(command.disk.split(", ")):  # or one asks again
+            yield {"sent": True}
+            event = command.answer(passphrase, deadline)
         if event != "opened":
             event = classify_end(transport, event, deadline)
             others = f"; unlocked: {', '.join(opened)}" if opened else ""
-            result = explain_failure(event, command.disk, others, dialect.warning)
-            yield result._asdict()
+            warning = machine.dialect.warning
+            yield explain_failure(event, command.disk, others, warning)._asdict()
             return
-        opened.append(command.disk)
+        opened += command.disk.split(", ")
         # Dropbear may end a channel that is opened before the last one has ended.
         command.hear(time.monotonic() + END_SECONDS)
         until = min(deadline, time.monotonic() + 15)  # seconds, for the next disk
@@ -754,7 +755,7 @@ class Unlocker:
         # A variable such as PYTHONPATH may be what makes paramiko available.
         others = {n: v for n, v in env.items() if not n.startswith("WAKER_")}
         self._environment = others | config.machine.settings()  # no PIN
-        self._claimed = threading.Lock()  # may be released by another thread
+        self.claimed = threading.Lock()  # may be released by another thread
 
     def claim(self, purpose: str) -> None:
         """Reserve the unlocker. Raises: Fault 409 if it is taken; 500."""
@@ -766,11 +767,8 @@ class Unlocker:
             fault = NO_PIN
         if fault:
             raise Fault(500, f"Failed to {purpose}: {fault}. {UNSENT}")
-        if not self._claimed.acquire(blocking=False):
+        if not self.claimed.acquire(blocking=False):
             raise Fault(409, "Another unlock or start is running; wait for it to end")
-
-    def release(self) -> None:
-        self._claimed.release()
 
     def _follow(self, child: "Popen[bytes]", cancelled: Event, sent: Event) -> bytes:
         """Read all that the process prints; kill it at its deadline or by a cancel."""
@@ -1055,9 +1053,9 @@ class Ended(Exception):
 class Start:
     """One start, as the status shows it. Starter's lock guards it."""
 
-    def __init__(self, now: float) -> None:
-        self.began = now  # monotonic seconds
-        self.ended = math.inf
+    def __init__(self, began: float, ended: float = math.inf) -> None:
+        self.began = began  # monotonic seconds
+        self.ended = ended
         self.phase = "waking"
         self.outcome: str | None = None  # until something is known
         self.message = "Looking for the machine"
@@ -1076,18 +1074,15 @@ class Starter:
     def __init__(self, config: Config, watcher: Watcher, unlocker: Unlocker) -> None:
         self._config, self._watcher, self._unlocker = config, watcher, unlocker
         self._lock = threading.RLock()
-        self._last = Start(-math.inf)  # running or ended; at first, long forgotten
-        self._last.ended = -math.inf
+        self._last = Start(-math.inf, -math.inf)  # at first, one that is long forgotten
 
     def _report(self, start: Start, phase: str, outcome: str | None, text: str) -> None:
         """Show a phase and a message, unless the start has ended or was replaced."""
         with self._lock:
             if start.ended < math.inf:
                 return
-            if start.phase in CLAIMING and phase not in CLAIMING:
-                self._unlocker.release()
-            if (phase, outcome, text) != (start.phase, start.outcome, start.message):
-                log(f"start: {phase}: {text}")
+            claims = start.phase in CLAIMING
+            is_news = (phase, text) != (start.phase, start.message)
             start.phase = phase
             start.outcome = outcome
             start.message = text
@@ -1095,6 +1090,10 @@ class Starter:
             start.times.setdefault(phase, int(now - start.began))
             if phase in ENDINGS:
                 start.ended = now
+            if claims and phase not in CLAIMING:
+                self._unlocker.claimed.release()
+            if is_news:
+                log(f"start: {phase}: {text}")
 
     def _pause(self, start: Start, seconds: float) -> None:
         """Wait. Raises: Ended by a cancel, as long as nothing was sent."""
@@ -1157,8 +1156,7 @@ class Starter:
             if late and sight.initrd is Port.OPEN and not confirmed:
                 message = STILL_LOCKED
             self._report(start, "booting", result.outcome, message)
-        text = f"{message} The system has not answered yet."
-        raise Ended("failed", "not_up", text)
+        raise Ended("failed", "not_up", f"{message} The system has not answered yet.")
 
     def _run(self, start: Start, given: list[Passphrase]) -> None:
         try:
@@ -1189,15 +1187,13 @@ class Starter:
         """Start. Raises: Fault 409 while another start or unlock runs; 500; 503."""
         with self._lock:
             self._unlocker.claim("start")
-            start = Start(now)
-            # The process waits for this thread, unlike for the one that begins it.
-            run = threading.Thread(
-                target=self._run, args=(start, [passphrase]), name="start", daemon=False
-            )
             try:
-                run.start()
-            except RuntimeError:
-                self._unlocker.release()
+                start = Start(now)
+                # The process waits for this thread, unlike for the one that begins it.
+                run, given = self._run, (start, [passphrase])
+                threading.Thread(None, run, "start", given, daemon=False).start()
+            except (RuntimeError, MemoryError):
+                self._unlocker.claimed.release()
                 raise Fault(503, "Too busy; try again", ("Retry-After", "5")) from None
             self.end_watch()
             self._last = start
@@ -1419,7 +1415,7 @@ def post_unlock(app: App, request: Request) -> Response:
         app.starter.end_watch()
         result = app.unlocker.run(passphrase, Event(), Event())
     finally:
-        app.unlocker.release()
+        app.unlocker.claimed.release()
     if result.outcome == "wrong_passphrase":
         raise Fault(400, result.message)
     if result.outcome == "not_confirmed":
@@ -1590,6 +1586,7 @@ class Incoming(io.RawIOBase):
         self.name = name  # by which the connections of a client are counted
         self.waiting = False  # for its client: may be closed to make room
         self.dropped = False  # closed to make room; its thread is about to end
+        self.answering = False  # its request is complete
 
     def mark(self, *, waiting: bool) -> None:
         """Note its state. Raises: ConnectionAbortedError if it was dropped before."""
@@ -1632,6 +1629,7 @@ class Incoming(io.RawIOBase):
     def send_all(self, data: bytes) -> None:
         """Send the whole answer within CLIENT_SECONDS. Raises: OSError."""
         self._ends = time.monotonic() + CLIENT_SECONDS
+        self.answering = True
         while data:
             data = data[self._do(functools.partial(self._tcp.send, data)) :]
         self.mark(waiting=True)  # for the client to close
@@ -1644,15 +1642,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def drain(self) -> None:
         """Wait briefly for the client to close: closing first could lose the answer."""
-        ends, left = time.monotonic() + DRAIN_SECONDS, 1 << 20  # bytes
+        ends = time.monotonic() + DRAIN_SECONDS
         self.request.settimeout(DRAIN_SECONDS)
         if self.server.app.tls:
             with contextlib.suppress(OSError):  # the client may still be sending
                 self.request.unwrap()
         socket.socket.shutdown(self.request, socket.SHUT_WR)
-        while left > 0 and (seconds := ends - time.monotonic()) > 0:
-            self.request.settimeout(seconds)
-            left -= len(socket.socket.recv(self.request, 4096)) or left  # its end
+        while socket.socket.recv(self.request, 65536) and time.monotonic() < ends:
+            self.request.settimeout(max(ends - time.monotonic(), 0.001))
 
     def handle(self) -> None:
         """Answer one request, unless the connection ends or is dropped first."""
@@ -1709,8 +1706,11 @@ class Server(ThreadingHTTPServer):
                     tcp, server_side=True, do_handshake_on_connect=False
                 )
         except Exception as error:
+            short = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
             if not isinstance(error, OSError):
                 log(describe_bug(error))
+            elif error.errno not in short:
+                raise  # the client has gone
             time.sleep(0.05)  # seconds, or it would spin while resources are short
             raise OSError from error  # any other would end the serving thread
         # An IPv4-mapped address counts as IPv4; a link-local one keeps its scope.
@@ -1721,13 +1721,14 @@ class Server(ThreadingHTTPServer):
         everyone = self.connections.values()
         if any(one.dropped for one in everyone):
             return  # its place is about to be free
-        waiting = [one for one in everyone if one.waiting]
+        waiting = {tcp: one for tcp, one in self.connections.items() if one.waiting}
+        for tcp in select.select(list(waiting), [], [], 0)[0]:
+            del waiting[tcp]  # something has arrived, which its thread is about to read
         counts = Counter(one.name for one in everyone)
-        most = max((counts[one.name] for one in waiting), default=0)
-        if most > 6:  # connections; a browser opens six, so up to that all are equal
-            waiting = [one for one in waiting if counts[one.name] == most]
-        if waiting:
-            secrets.choice(waiting).drop()
+        most = max((counts[one.name] for one in waiting.values()), default=0)
+        few = most <= 6  # connections; a browser opens six, so up to that all are equal
+        if victims := [w for w in waiting.values() if few or counts[w.name] == most]:
+            secrets.choice(victims).drop()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Give a connection a thread; make room first if there are too many."""
@@ -1756,7 +1757,7 @@ class Server(ThreadingHTTPServer):
         self.shutdown()
         with self.lock:
             for tcp, connection in self.connections.items():
-                connection.dropped = connection.waiting
+                connection.dropped |= connection.waiting and not connection.answering
                 with contextlib.suppress(OSError):  # stop reading, keep writing
                     socket.socket.shutdown(tcp, socket.SHUT_RD)
             while self.connections:
@@ -1926,8 +1927,7 @@ def unlock_once(machine: Machine, seconds: int) -> Reports:
         yield Result.of(Outcome.ERROR, reason, sent=False)._asdict()
         return
     signal.alarm(seconds)  # ends us even where something hangs
-    # Five seconds are left to tell the outcome in.
-    yield from unlock(machine, passphrase, time.monotonic() + seconds - 5)
+    yield from unlock(machine, passphrase, time.monotonic() + seconds - 5)  # to report
 
 
 def print_table(findings: Iterable[Finding]) -> int:

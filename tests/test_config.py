@@ -42,6 +42,7 @@ def faults(values: dict[str, str], folder: Path) -> list[str]:
         (waker.parse_listen, "[fe80::1]:65535", ("fe80::1", 65535)),
         (waker.HostKey.parse_all, f"  {KEY} a comment with blanks\t", (PINNED,)),
         (waker.HostKey.parse_all, f"{KEY} of the old box, in the cellar", (PINNED,)),
+        (waker.HostKey.parse_all, f"{KEY} new, my-ssh-rsa key was bad", (PINNED,)),
         (waker.HostKey.parse_all, f"[192.168.1.20]:2222 {KEY}", (PINNED,)),
         (waker.HostKey.parse_all, f"nas.lan,192.168.1.20 {KEY}", (PINNED,)),
         (waker.HostKey.parse_all, f"{KEY},{KEY} root@box", (PINNED, PINNED)),

@@ -36,6 +36,7 @@ UNCONFIRMED = (
 OPEN = "already_open: no passphrase is needed: every disk is already open"
 UP = "up: no passphrase is needed: the system is already up"
 MISSING = "error: logged in, but there is no unlock command"
+ENDED = "not_asked: the unlock command ended without asking; try again. The pass"
 FOREIGN = "error: a prompt is not for a disk; answer it by hand. The passphrase was not"
 # For a command over SSH, bash reads .bashrc.
 NO_PRINTF = (
@@ -103,6 +104,8 @@ def systemd(
         ({}, {}, {"x": OPEN}, []),
         (ROOT, {"setup": "rm /etc/initrd-release"}, {"x": UP}, []),
         (ROOT, {"ssh": "-o SetEnv=PATH=/nonexistent"}, {"x": MISSING}, []),
+        # A command that is forced and does nothing proves nothing.
+        (ROOT, {"ssh": "-o ForceCommand=true"}, {"x": ENDED}, []),
         # An external printf would show the passphrase to every process.
         (ROOT, {"setup": NO_PRINTF}, {"x": MISSING}, []),
         (ROOT, {"setup": ONE_FAILED}, {"1": f"{WRONG}root. "}, ["root 1"]),
@@ -114,7 +117,7 @@ def systemd(
     ],
     ids=[
         *("odd", "later", "another", "gives up", "open"),
-        *("booted", "no agent", "no printf", "one failed"),
+        *("booted", "no agent", "forced", "no printf", "one failed"),
         *("early", "foreign", "over", "silent"),
     ],
 )

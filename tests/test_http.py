@@ -9,6 +9,7 @@ import select
 import signal
 import socket
 import ssl
+import struct
 import subprocess
 import threading
 import time
@@ -379,6 +380,22 @@ def test_an_error_in_accepting_is_logged_and_survived(
     assert all(line.startswith("bug: MemoryError, ") for line in logged)
 
 
+def test_an_answer_that_is_being_written_is_completed(config: waker.Config) -> None:
+    """Even if waker stops meanwhile."""
+    small = socket.SOL_SOCKET, socket.SO_SNDBUF, 2048
+    with ThreadPoolExecutor() as pool, socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        with running(config, options=[small]) as api:
+            reader.connect((api.host, api.port))
+            reader.sendall(GET + b"\r\n")
+            reader.settimeout(20)
+            start = reader.recv(100)
+            rest = pool.submit(reader.makefile("rb").read)
+        whole = start + rest.result()
+    head, _, body = whole.partition(b"\r\n\r\n")
+    assert f"Content-Length: {len(body)}".encode() in head
+
+
 def test_without_a_thread_it_hangs_up_and_goes_on(api: Client) -> None:
     with no_threads():
         for _ in range(waker.THREADS + 1):
@@ -501,6 +518,24 @@ def test_half_a_handshake_holds_nobody_up(certificate: Certificate) -> None:
                 assert status_of(tls) == 200
         wait_for(lambda: started.uses() == idle)
         assert started.busy(1) < 0.05
+
+
+def test_connections_that_are_reset_hold_nobody_up(certificate: Certificate) -> None:
+    """Before they are accepted, after a byte of a TLS handshake."""
+    context = ssl.create_default_context(cafile=str(certificate.cert))
+    with daemon(MACHINE | certificate.settings()) as started:
+        client = started.client
+        for _ in range(100):
+            with knock(client, b"\x16") as tcp:
+                linger = struct.pack("ii", 1, 0)  # so that closing it resets it
+                tcp.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        began = time.monotonic()
+        with context.wrap_socket(
+            knock(client, b""), server_hostname=client.host
+        ) as tls:
+            tls.sendall(GET + b"\r\n")
+            assert status_of(tls) == 200
+        assert time.monotonic() - began < 4  # 50 ms for each would be 5 s
 
 
 def test_a_wrong_certificate_is_told(certificate: Certificate, tmp_path: Path) -> None:

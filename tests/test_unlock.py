@@ -149,12 +149,24 @@ def test_what_arrived_before_the_deadline_counts(tmp_path: Path) -> None:
             wait_for(lambda: command.hear(past), lambda event: event == "asks")
 
 
+def test_a_disk_that_asks_again_is_not_called_unlocked(tmp_path: Path) -> None:
+    """It said that it is open. The passphrase is not sent again."""
+    words = "echo Please unlock disk d; cat; echo cryptsetup: d set up successfully"
+    with dropbear(tmp_path, Disks(ONE)) as initrd:
+        count = tmp_path / "count"
+        initrd.command.write_text(f"#!/bin/sh\necho >>{count}\n{words}\n")
+        told = unlock(initrd.machine())
+        assert told == f"{NO_VERDICT.removesuffix('.')}; unlocked: d."
+        assert len(count.read_text()) == 2
+
+
 @pytest.mark.timeout(40)  # seconds; who waits for it takes 55
 def test_a_command_without_an_end_is_not_waited_for(tmp_path: Path) -> None:
     words = "echo Please unlock disk d; cat; echo cryptsetup: d set up successfully"
     endless = "while sleep 0.1; do echo x; done"
     with dropbear(tmp_path, Disks(ONE)) as initrd:
-        initrd.command.write_text(f"#!/bin/sh\n{words}\n{endless}\n")
+        once = f"[ -e {tmp_path}/ran ] && exit; touch {tmp_path}/ran"
+        initrd.command.write_text(f"#!/bin/sh\n{once}\n{words}\n{endless}\n")
         assert unlock(initrd.machine()) == "unlocked: Unlocked: d."
 
 
