@@ -1718,13 +1718,13 @@ class Server(ThreadingHTTPServer):
 
     def _make_room(self) -> None:
         """Drop a connection that waits for its client: any of the busiest client's."""
-        everyone = self.connections.values()
-        if any(one.dropped for one in everyone):
+        if any(one.dropped for one in self.connections.values()):
             return  # its place is about to be free
         waiting = {tcp: one for tcp, one in self.connections.items() if one.waiting}
-        for tcp in select.select(list(waiting), [], [], 0)[0]:
+        reading = [tcp for tcp, one in waiting.items() if not one.answering]
+        for tcp in select.select(reading, [], [], 0)[0]:
             del waiting[tcp]  # something has arrived, which its thread is about to read
-        counts = Counter(one.name for one in everyone)
+        counts = Counter(one.name for one in self.connections.values())
         most = max((counts[one.name] for one in waiting.values()), default=0)
         few = most <= 6  # connections; a browser opens six, so up to that all are equal
         if victims := [w for w in waiting.values() if few or counts[w.name] == most]:

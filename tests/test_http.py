@@ -278,6 +278,25 @@ def test_neither_a_request_that_has_arrived_nor_its_answer_makes_room(
         assert connection.waiting
 
 
+def test_a_request_that_arrives_at_the_last_moment_makes_no_room(
+    config: waker.Config,
+) -> None:
+    """Its thread was waiting, and has not yet had the time to read it."""
+    listener = waker.listen(("127.0.0.1", 0))
+    ours, theirs = socket.socketpair()
+    with listener, ours, theirs:
+        server = waker.Server(new_app(config), listener)
+        connection = waker.Incoming(server, ours, "192.0.2.1")
+        server.connections[ours] = connection
+        connection.mark(waiting=True)
+        theirs.sendall(b"request")
+        server._make_room()  # noqa: SLF001 - the moment is too short to be met
+        assert not connection.dropped
+        ours.recv(99)
+        server._make_room()  # noqa: SLF001
+        assert connection.dropped
+
+
 def test_150_connections_have_64_threads_and_wait_for_descriptors() -> None:
     with daemon(MACHINE) as started:
         client, idle, pid = started.client, started.uses(), started.process.pid
