@@ -112,7 +112,7 @@ def fingerprint(blob: bytes) -> str:
 
 
 # Hosts, a type, the key, a comment. The hosts and the comment may contain commas, so a
-# comma ends a line only if another key follows. Lines with @revoked are no pins.
+# comma ends a line only if another key follows. Reject @revoked, @cert-authority.
 KEY_TYPE: Final = "(?:ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(?:256|384|521))"
 HOSTS: Final = r"\s*(?:[^\s@]\S*\s+)?"
 HOST_KEY: Final = re.compile(
@@ -708,7 +708,7 @@ def answer_disks(
             event = "REFUSED"
         if event != "asks":
             break
-        if not set(opened) & set(command.disk.split(", ")):  # or one asks again
+        if not set(opened) & set(command.disk.split(", ")):  # never answer twice
             yield {"sent": True}
             event = command.answer(passphrase, deadline)
         if event != "opened":
@@ -789,13 +789,13 @@ class Unlocker:
                     child.kill()  # what it has reported is still read
 
     def run(self, passphrase: Passphrase, cancelled: Event, sent: Event) -> Result:
-        """Unlock. Set `sent` when the passphrase is; a cancel ends it before that."""
+        """Unlock. Sets `sent` right before it sends; a cancel works until then."""
         import subprocess
 
         given = b"" if cancelled.is_set() else passphrase.data
         try:
             # Nothing can delay or lose a passphrase that is in the pipe beforehand. The
-            # process inherits blocked SIGTERM and SIGINT; a session keeps off SIGHUP.
+            # process inherits blocked signals, and a session keeps SIGHUP away from it.
             reader, writer = os.pipe()
             with io.FileIO(writer, "w") as pipe:
                 pipe.write(given)  # 4 KiB would fit
@@ -1706,10 +1706,10 @@ class Server(ThreadingHTTPServer):
                     tcp, server_side=True, do_handshake_on_connect=False
                 )
         except Exception as error:
-            short = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
+            shortages = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
             if not isinstance(error, OSError):
                 log(describe_bug(error))
-            elif error.errno not in short:
+            elif error.errno not in shortages:
                 raise  # the client has gone
             time.sleep(0.05)  # seconds, or it would spin while resources are short
             raise OSError from error  # any other would end the serving thread

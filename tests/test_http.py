@@ -241,9 +241,9 @@ def test_six_connections_are_no_more_than_one(api: Client, crowd: Crowd) -> None
     """Or a browser, which opens six, would have to make room for strangers."""
     browser = crowd.come(api, ["127.0.0.1"] * 6)
     crowd.come(api, places(1, 58))
-    crowd.come(api, places(2, 12))  # each one ends another, by chance
+    crowd.come(api, places(2, 6))  # each one ends another, by chance
     assert api.call("GET", "/").status == 200
-    # By chance, fewer than two stay in 1 of 1,000 cases; else one would.
+    # By chance, fewer than two stay in 1 of 15,000 cases. By another rule, one would.
     assert sum(map(is_open, browser)) >= 2
 
 
@@ -544,7 +544,7 @@ def test_connections_that_are_reset_hold_nobody_up(certificate: Certificate) -> 
     context = ssl.create_default_context(cafile=str(certificate.cert))
     with daemon(MACHINE | certificate.settings()) as started:
         client = started.client
-        for _ in range(100):
+        for _ in range(200):
             with knock(client, b"\x16") as tcp:
                 linger = struct.pack("ii", 1, 0)  # so that closing it resets it
                 tcp.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
@@ -554,7 +554,7 @@ def test_connections_that_are_reset_hold_nobody_up(certificate: Certificate) -> 
         ) as tls:
             tls.sendall(GET + b"\r\n")
             assert status_of(tls) == 200
-        assert time.monotonic() - began < 4  # 50 ms for each would be 5 s
+        assert time.monotonic() - began < 8  # a pause of 50 ms for each would be 10 s
 
 
 def test_a_wrong_certificate_is_told(certificate: Certificate, tmp_path: Path) -> None:
