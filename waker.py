@@ -1914,20 +1914,40 @@ def serve(app: App) -> int:
     return 0  # after the last thread, which may be an unlock
 
 
+def read_passphrase(seconds: int) -> Passphrase:
+    """Read it from the terminal, or all of standard input. Raises: ValueError.
+
+    Raises: TimeoutError if standard input, unless a terminal, has not ended in time.
+    """
+    if os.isatty(0):
+        return Passphrase(getpass.getpass("Passphrase: "))
+    deadline = time.monotonic() + seconds
+    given = b""
+    while len(given) < 1024:  # bytes, which is too long in any case
+        left = max(deadline - time.monotonic(), 0)
+        if not select.select([0], [], [], left)[0]:
+            raise TimeoutError
+        part = os.read(0, 1024)
+        if not part:
+            break
+        given += part
+    return Passphrase(given.decode().removesuffix("\n"))
+
+
 def unlock_once(machine: Machine, seconds: int) -> Reports:
-    """Read a passphrase, and do one unlock."""
+    """Read a passphrase, and do one unlock; each may take that many seconds."""
     try:
-        if os.isatty(0):
-            passphrase = Passphrase(getpass.getpass("Passphrase: "))
-        else:
-            with os.fdopen(0, "rb", closefd=False) as stdin:
-                passphrase = Passphrase(stdin.read().decode().removesuffix("\n"))
+        passphrase = read_passphrase(seconds)
+    except TimeoutError:
+        reason = f"no passphrase came within {seconds} s"
     except (ValueError, OSError, EOFError, KeyboardInterrupt):
         reason = "a passphrase is 1 to 512 bytes of UTF-8, no control characters"
-        yield Result.of(Outcome.ERROR, reason, sent=False)._asdict()
+    else:
+        signal.alarm(seconds)  # ends us even where something hangs
+        deadline = time.monotonic() + seconds - 5  # which leaves time to report
+        yield from unlock(machine, passphrase, deadline)
         return
-    signal.alarm(seconds)  # ends us even where something hangs
-    yield from unlock(machine, passphrase, time.monotonic() + seconds - 5)  # to report
+    yield Result.of(Outcome.ERROR, reason, sent=False)._asdict()
 
 
 def print_table(findings: Iterable[Finding]) -> int:

@@ -81,7 +81,7 @@ CLOCKED = (
     ("pattern", "names"),
     [
         (NETWORK, "open_tcp find_source wake listen"),
-        (r"\btime\.(?!sleep)\w+\(", f"{CLOCKED} Handler unlock_once"),
+        (r"\btime\.(?!sleep)\w+\(", f"{CLOCKED} Handler read_passphrase unlock_once"),
         (rf"{OPENS}|key_file\(", "file_fault read_env_file load_page load_key main"),
         (r"subprocess\.\w+\(|os\.(system|exec|spawn|fork)", "Unlocker"),
         (r"environ\b|getenv|sys\.std", "main"),

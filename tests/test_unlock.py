@@ -15,7 +15,15 @@ from pathlib import Path
 
 import paramiko
 import pytest
-from conftest import PASSPHRASE, need, run_waker, wait_for
+from conftest import (
+    CHECKOUT,
+    MODULE,
+    PASSPHRASE,
+    environment,
+    need,
+    run_waker,
+    wait_for,
+)
 from cryptroot_unlock import Disks
 from homelab import OPENSSH, SshServer, bind, new_key, public_line
 from paramiko.common import AUTH_SUCCESSFUL, OPEN_SUCCEEDED
@@ -168,6 +176,38 @@ def test_a_command_without_an_end_is_not_waited_for(tmp_path: Path) -> None:
         once = f"[ -e {tmp_path}/ran ] && exit; touch {tmp_path}/ran"
         initrd.command.write_text(f"#!/bin/sh\n{once}\n{words}\n{endless}\n")
         assert unlock(initrd.machine()) == "unlocked: Unlocked: d."
+
+
+def test_a_passphrase_has_as_much_time_as_the_unlock(tmp_path: Path) -> None:
+    """Otherwise, whatever forgets to close the pipe would wait for ever."""
+    with contextlib.ExitStack() as stack:
+        initrd = stack.enter_context(paramiko_server(tmp_path, Disks(ONE)))
+        late, never, endless = (
+            stack.enter_context(
+                subprocess.Popen(
+                    [*MODULE, "unlock", f"--seconds={SHORT}"],
+                    cwd=CHECKOUT,
+                    env=environment(initrd.machine().settings()),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                )
+            )
+            for _ in range(3)
+        )
+        for child in late, never, endless:
+            assert child.stdin
+            stack.callback(child.kill)
+        assert endless.stdin
+        assert endless.stdout
+        endless.stdin.write(b"x" * 1024)
+        endless.stdin.flush()
+        assert b"1 to 512 bytes" in endless.stdout.read()
+        time.sleep(SHORT - 2)
+        assert b"Unlocked: d." in late.communicate(RIGHT)[0]
+        assert never.stdout
+        told = f"no passphrase came within {SHORT} s. {NOT_SENT.strip()}"
+        assert json.loads(never.stdout.read())["message"] == told
+        assert never.wait() == 1
 
 
 # ---- Servers that go wrong -----------------------------------------------------------
