@@ -217,6 +217,7 @@ class Dialect(NamedTuple):
     A match in the output of `command` is an event, named like its group, whose text is
     the disk or disks. `asks`: a passphrase is expected on standard input; `opened` and
     `rejected` are verdicts. The other events, in capitals, are members of Outcome.
+    The output is ASCII; any other byte has been replaced by a question mark.
     """
 
     name: str
@@ -297,8 +298,8 @@ DIALECTS: Final = (
         command="cryptroot-unlock",
         silence="OPEN",
         events=re.compile(
-            r"Please unlock disk (?P<asks>[!-~]{1,64})\n"
-            r"|cryptsetup: (?P<opened>[!-~]{1,64}) set up successfully"
+            r"Please unlock disk (?P<asks>[!-~]+)\n"
+            r"|cryptsetup: (?P<opened>[!-~]+) set up successfully"
             r"|(?P<rejected>)(?:bad password or options|maximum number of tries)"
             r"|(?P<IDLE>)Timeout reached while waiting for askpass"
             r"|(?P<EARLY>)Try again later"
@@ -309,8 +310,8 @@ DIALECTS: Final = (
         command=SYSTEMD_COMMAND,
         ending=b"\n",
         events=re.compile(
-            r"(?m)^waker: (?:asks (?P<asks>[ -~\ufffd]+)|(?P<OPEN>)settled"
-            r"|opened (?P<opened>[ -~\ufffd]+)|rejected (?P<rejected>[ -~\ufffd]+)"
+            r"(?m)^waker: (?:asks (?P<asks>[ -~]+)|(?P<OPEN>)settled"
+            r"|opened (?P<opened>[ -~]+)|rejected (?P<rejected>[ -~]+)"
             r"|(?P<IDLE>)idle|(?P<DEAD>)dead|(?P<FOREIGN>)foreign|(?P<BOOTED>)booted)\n"
         ),
         warning=". Be careful: after another wrong passphrase, systemd may give up"
@@ -468,15 +469,21 @@ class Watcher:
 
 # ---- Unlocking -----------------------------------------------------------------------
 # `waker.py unlock` takes one passphrase for one machine, then exits, and its memory is
-# gone. It reports only disk names of the machine's output, which might repeat the
-# passphrase. After `not_asked`, retrying is safe. Only `check` also imports paramiko.
+# gone. A verified server may still lie: believe its words only as far as necessary, and
+# report only disk names. After `not_asked`, retrying is safe. Only `check` also imports
+# paramiko.
 
 CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
 LOST_SECONDS: Final = 10  # without a sign of life from the machine's kernel: it is gone
 HANDSHAKE_SECONDS: Final = 10  # key exchange, and login: slow boxes take one or two
 END_SECONDS: Final = 3  # for a command to end after its verdict
+MAX_EVENT: Final = 65536  # characters; no initrd writes as many between two events
+MAX_OUTPUT: Final = 1 << 20  # bytes that one command may write
+MAX_DISKS: Final = 16  # that are answered; a machine that lies could ask for ever
+MAX_MESSAGE: Final = 850  # characters; with what may go around it, less than 1,000
 Reports = Iterator[Mapping[str, object]]  # {"sent": True}, then the final result
-PEER_ERRORS: Final = Exception  # paramiko raises whatever ended its thread
+# paramiko re-raises whatever ended its thread, so catch everything.
+PEER_ERRORS: Final = Exception
 NO_PARAMIKO: Final = "paramiko is missing or incomplete; install python3-paramiko"
 UNSENT: Final = "The passphrase was not sent."
 NO_PIN: Final = "no host key is pinned; run waker check while the initrd waits"
@@ -487,7 +494,7 @@ class Outcome(enum.Enum):
 
     UNLOCKED = "unlocked", "Unlocked: {}"
     NOT_CONFIRMED = "not_confirmed", "Not confirmed: the passphrase was sent, but {}"
-    WRONG = "wrong_passphrase", "Wrong passphrase for disk {}"
+    WRONG = "wrong_passphrase", "Wrong passphrase for {}"
     DEAD = "gave_up", "the initrd has given up on a disk; restart the machine{}"
     OPEN = "already_open", "no passphrase is needed: every disk is already open"
     BOOTED = "up", "no passphrase is needed: the system is already up"
@@ -500,6 +507,7 @@ class Outcome(enum.Enum):
     LOST = "not_asked", "the connection was lost before a disk asked; try again"
     SILENT = "not_asked", "logged in, but no disk asked for its passphrase in time"
     ENDED = "not_asked", "the unlock command ended without asking; try again"
+    FLOOD = "not_asked", "the unlock command wrote too much text without asking"
     MISSING = "error", "logged in, but there is no unlock command: check WAKER_INITRD"
     REFUSED = "error", "logged in, but the server refuses to run the unlock command"
     FOREIGN = "error", "a prompt is not for a disk; answer it by hand"
@@ -517,7 +525,7 @@ class Result(NamedTuple):
     def of(cls, outcome: Outcome, detail: str = "", *, sent: bool) -> "Result":
         """Build the message; unless obvious, say whether the passphrase was sent."""
         word, sentence = outcome.value
-        message = f"{sentence.format(detail)}."
+        message = f"{sentence.format(detail)}."[:MAX_MESSAGE]
         if outcome not in (Outcome.UNLOCKED, Outcome.NOT_CONFIRMED, Outcome.WRONG):
             message += f" The passphrase was {'' if sent else 'not '}sent."
         return cls(word, sent, message)
@@ -572,14 +580,14 @@ def open_transport(machine: Machine) -> "Transport":
 
 def exchange_keys(transport: "Transport", machine: Machine) -> HostKey:
     """Take the host key that the server proved to have. Raises: NotSent."""
-    key = None
-    with contextlib.suppress(PEER_ERRORS):
+    try:
         transport.start_client(timeout=HANDSHAKE_SECONDS)
         key = transport.get_remote_server_key()
-    if not key:
+    except PEER_ERRORS:
         kinds = " or ".join(key.kind for key in machine.host_keys) or "none"
         detail = "key exchange; the server and paramiko may share no algorithm or"
-        raise NotSent(Outcome.BROKEN, f"{detail} host key type (pinned: {kinds})")
+        detail += f" host key type (pinned: {kinds})"
+        raise NotSent(Outcome.BROKEN, detail) from None
     return HostKey(key.get_name(), key.asbytes())
 
 
@@ -624,53 +632,82 @@ def log_in(transport: "Transport", machine: Machine) -> None:
         raise NotSent(Outcome.KEY, detail)
 
 
+def to_ascii(data: bytes) -> str:
+    return data.decode("ascii", "replace").replace("\ufffd", "?")
+
+
+def show_disks(disks: Iterable[str], passphrase: Passphrase) -> str:
+    """Name disks in a message, but repeat neither the passphrase nor long names."""
+    secret = to_ascii(passphrase.data)
+    shown = ["a disk" if secret in disk else disk[:200] for disk in disks]
+    text = ", ".join(shown)
+    # A passphrase with a comma may have been split into names.
+    is_split = secret in text and secret not in (",", " ", ", ")
+    return "a disk" if is_split else text[:600]
+
+
 class Command:
-    """One run of the dialect's command, heard as a sequence of events."""
+    """One run of the dialect's command, read as a sequence of events."""
 
     def __init__(self, transport: "Transport", dialect: Dialect) -> None:
-        self.disk = ""  # that was named last, or several disks
-        self._dialect, self._output = dialect, ""
+        self._transport, self._dialect = transport, dialect
+        self._output = ""  # since the last event
+        self._received = 0  # bytes, in all
         self._channel = transport.open_session()
         self._channel.set_combine_stderr(True)
         self._channel.exec_command(dialect.command)
 
-    def _find_event(self) -> str:
-        """Take the first event out of the output; returns its name, or nothing."""
-        found = self._dialect.events.search(self._output)
-        if not found or not found.lastgroup:
-            return ""
-        self._output = self._output[found.end() :]
-        self.disk = found[found.lastgroup] or self.disk
-        return found.lastgroup
+    def _receive(self) -> str:
+        data = self._channel.recv(65536)
+        self._received += len(data)
+        return to_ascii(data)
 
-    def hear(self, until: float) -> str:
-        """Wait for an event of the dialect, the end of the command, or else silence."""
+    def next_event(self, until: float) -> tuple[str, list[str]]:
+        """Wait for an event of the dialect, the end of the command, or else silence.
+
+        Returns the event and the disks that it names.
+        """
         expired = False
-        while not (event := self._find_event()):
+        while not (found := self._dialect.events.search(self._output)):
+            if self._received > MAX_OUTPUT:
+                self._transport.close()
+                return "FLOOD", []
             if expired:
-                return "SILENT"
+                return "SILENT", []
             left = until - time.monotonic()
             expired = left <= 0  # then look once more at what has arrived in time
             self._channel.settimeout(max(left, 0))
             try:
-                data = self._channel.recv(65536)
+                text = self._receive()
             except TimeoutError:
-                return "SILENT"
-            if not data:
+                return "SILENT", []
+            if not text:
                 self._channel.status_event.wait(END_SECONDS)  # it may follow
                 endings = {0: self._dialect.silence, 126: "MISSING", 127: "MISSING"}
-                return endings.get(self._channel.exit_status, "ENDED")
-            # No initrd writes 64 KiB between two events.
-            self._output = self._output[-65536:] + data.decode("ascii", "replace")
-        return event
+                return endings.get(self._channel.exit_status, "ENDED"), []
+            self._output = self._output[-MAX_EVENT:] + text
+        self._output = self._output[found.end() :]
+        event = str(found.lastgroup)
+        return event, found[event].split(", ") if found[event] else []
 
-    def answer(self, passphrase: Passphrase, until: float) -> str:
-        """Send the passphrase, exactly; returns the event that follows."""
-        with contextlib.suppress(PEER_ERRORS):  # what arrived before still counts
+    def answer(
+        self, passphrase: Passphrase, asking: Sequence[str], until: float
+    ) -> tuple[str, list[str]]:
+        """Send the passphrase, exactly; returns the verdict and the disks it is about.
+
+        What arrived before is no verdict, and neither is the success of another disk.
+        """
+        self._output = ""
+        while self._channel.recv_ready() and self._received <= MAX_OUTPUT:
+            self._receive()
+        with contextlib.suppress(PEER_ERRORS):  # what arrives nevertheless still counts
             self._channel.sendall(passphrase.data + self._dialect.ending)
             if not self._dialect.ending:
                 self._channel.shutdown_write()
-        return self.hear(until)
+        event, disks = self.next_event(until)
+        while event == "opened" and not set(disks) & set(asking):
+            event, disks = self.next_event(until)
+        return event, disks or list(asking)
 
 
 def classify_end(transport: "Transport", event: str, deadline: float) -> str:
@@ -682,15 +719,17 @@ def classify_end(transport: "Transport", event: str, deadline: float) -> str:
     return event
 
 
-def explain_failure(event: str, disk: str, opened: str, warning: str) -> Result:
+def explain_failure(event: str, disks: str, opened: str, warning: str) -> Result:
     """Return the result for an event other than `opened` after sending."""
     if event == "rejected":
-        return Result.of(Outcome.WRONG, disk + opened + warning, sent=True)
+        return Result.of(Outcome.WRONG, disks + opened + warning, sent=True)
     if event == "DEAD":
         return Result.of(Outcome.DEAD, opened, sent=True)
-    reason = "the initrd did not confirm it"
-    if event == "LOST":
-        reason = "the connection was lost before the initrd confirmed it"
+    reasons = {
+        "LOST": "the connection was lost before the initrd confirmed it",
+        "ANOTHER": "another disk is asking; unlock again",
+    }
+    reason = reasons.get(event, "the initrd did not confirm it")
     return Result.of(Outcome.NOT_CONFIRMED, reason + opened, sent=True)
 
 
@@ -698,33 +737,42 @@ def answer_disks(
     transport: "Transport", machine: Machine, passphrase: Passphrase, deadline: float
 ) -> Reports:
     """Answer each disk that asks, once, until no new disk asks. Raises: NotSent."""
+    answered: set[str] = set()
     opened: list[str] = []
     until = min(deadline, time.monotonic() + 60)  # an emulated machine took 30 s
     while True:
         try:
             command = Command(transport, machine.dialect)
-            event = command.hear(until)
+            event, disks = command.next_event(until)
         except PEER_ERRORS:
             event = "REFUSED"
         if event != "asks":
             break
-        if not set(opened) & set(command.disk.split(", ")):  # never answer twice
+        if answered & set(disks):
+            event = "AGAIN"  # never answer a disk twice
+        elif len(answered) >= MAX_DISKS:
+            event = "ANOTHER"
+        else:
+            answered.update(disks)
             yield {"sent": True}
-            event = command.answer(passphrase, deadline)
+            event, disks = command.answer(passphrase, disks, deadline)
         if event != "opened":
             event = classify_end(transport, event, deadline)
-            others = f"; unlocked: {', '.join(opened)}" if opened else ""
+            names = show_disks(disks, passphrase)
+            where = names if names.startswith("a disk") else f"disk {names}"
+            others = f"; unlocked: {show_disks(opened, passphrase)}" if opened else ""
             warning = machine.dialect.warning
-            yield explain_failure(event, command.disk, others, warning)._asdict()
+            yield explain_failure(event, where, others, warning)._asdict()
             return
-        opened += command.disk.split(", ")
+        opened += disks
         # Dropbear may end a channel that is opened before the last one has ended.
-        command.hear(time.monotonic() + END_SECONDS)
+        command.next_event(time.monotonic() + END_SECONDS)
         until = min(deadline, time.monotonic() + 15)  # seconds, for the next disk
     if not opened:
         event = classify_end(transport, event, deadline)
         raise NotSent(Outcome.__members__.get(event, Outcome.ENDED))
-    yield Result.of(Outcome.UNLOCKED, ", ".join(opened), sent=True)._asdict()
+    names = show_disks(opened, passphrase)
+    yield Result.of(Outcome.UNLOCKED, names, sent=True)._asdict()
 
 
 def unlock(machine: Machine, passphrase: Passphrase, deadline: float) -> Reports:

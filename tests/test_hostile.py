@@ -1,0 +1,379 @@
+"""A server that has the pinned host key and lies, and an impostor that has not."""
+
+import contextlib
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import paramiko
+import pytest
+from conftest import (
+    MAC,
+    PASSPHRASE,
+    PIN,
+    Answer,
+    Client,
+    running,
+    wait_for,
+    wait_for_child,
+)
+from homelab import DROPBEAR
+from paramiko.common import AUTH_SUCCESSFUL, OPEN_SUCCEEDED
+from ssh_servers import free_port
+from test_unlock import HOST_KEY, Speak, machine_at, peer
+
+import waker
+
+Step = str | Callable[[paramiko.Channel], bytes | None]
+Runs = Sequence[Sequence[Step]]
+ECHOED = "correct-horse"  # a passphrase that looks like the name of a disk
+SAMSUNG = [f"Samsung_SSD_870_EVO_4TB (luks-{n:036})" for n in range(6)]
+PEAK = 100  # MB of memory that an unlock may take at most
+FLOOD = "x" * 70 + "\n"
+UNSENT = r"The passphrase was not sent\."
+DOUBT = r"Not confirmed: the passphrase was sent, but "
+NO_VERDICT = f"{DOUBT}the initrd did not confirm it"
+
+
+@dataclass
+class Liar(paramiko.ServerInterface):
+    """An SSH server with the pinned host key, whose command says what a test wants.
+
+    Each run of the command takes the next row of `runs`; the last row repeats. A step
+    is text to send or a function to call.
+    """
+
+    runs: Runs = ()
+    on_login: Callable[[paramiko.Transport], object] = lambda _: None
+    received: list[bytes] = field(default_factory=list)  # one item per answer
+    _number: int = -1
+    _transport: Any = None
+
+    def serve(self, connection: socket.socket) -> None:
+        self._number = -1
+        self._transport = paramiko.Transport(connection)
+        self._transport.local_version = DROPBEAR
+        self._transport.add_server_key(HOST_KEY)
+        self._transport.start_server(threading.Event(), self)
+
+    def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
+        self.on_login(self._transport)
+        return AUTH_SUCCESSFUL
+
+    def check_channel_request(self, kind: str, chanid: int) -> int:
+        return OPEN_SUCCEEDED
+
+    def check_channel_exec_request(
+        self, channel: paramiko.Channel, command: bytes
+    ) -> bool:
+        self._number += 1
+        run = self.runs[min(self._number, len(self.runs) - 1)]
+        threading.Thread(target=self._play, args=(channel, run), daemon=True).start()
+        return True
+
+    def _play(self, channel: paramiko.Channel, run: Sequence[Step]) -> None:
+        with contextlib.suppress(OSError, EOFError):  # the client has gone
+            for step in run:
+                if isinstance(step, str):
+                    channel.sendall(step.encode())
+                elif answer := step(channel):
+                    self.received.append(answer)
+            channel.send_exit_status(1)
+            channel.shutdown_write()  # to close might overtake "it has begun"
+
+
+def reads(channel: paramiko.Channel) -> bytes:
+    """Read to the end of a line, or of the input."""
+    answer = b""
+    while not answer.endswith(b"\n") and (data := channel.recv(1024)):
+        answer += data
+    return answer.removesuffix(b"\n")
+
+
+def asks(disk: str) -> str:
+    return f"Please unlock disk {disk}\n"
+
+
+def opened(disk: str) -> str:
+    return f"cryptsetup: {disk} set up successfully\n"
+
+
+def rejected() -> str:
+    return "cryptsetup: cryptsetup failed, bad password or options?\n"
+
+
+def says(words: str) -> str:
+    """Write a line as waker's script for systemd does."""
+    return f"waker: {words}\n"
+
+
+def send_unasked(channel: paramiko.Channel) -> None:
+    """Send 200 MB, and ignore that SSH's window is full after two."""
+    for _ in range(200):
+        channel.out_window_size = 1 << 40
+        channel.sendall(FLOOD.encode() * 14979)
+
+
+def stay(_: paramiko.Channel) -> None:
+    time.sleep(30)  # seconds; the client leaves before
+
+
+@contextlib.contextmanager
+def api_for(folder: Path, speak: Speak, dialect: str = "cryptroot") -> Iterator[Client]:
+    """Run a daemon whose machine is a server that speaks like that."""
+    with peer(speak) as port:
+        machine = machine_at(folder, port)._replace(
+            dialect=waker.parse_dialect(dialect), system_port=free_port()
+        )
+        settings = {"WAKER_PIN": PIN} | MAC | machine.settings()
+        with running(waker.read_config(settings, folder)) as client:
+            yield client.log_in()
+
+
+def start(client: Client, passphrase: str) -> Any:
+    """Start, and wait until the passphrase was sent or the start has ended."""
+    assert client.start(passphrase).status == 200
+    ended = "booting", "done", "failed"
+    return wait_for(lambda: client.status()["start"], lambda now: now["phase"] in ended)
+
+
+def measure(call: Callable[[], Answer]) -> tuple[Answer, float]:
+    """Make a request that unlocks; returns the answer, and its child's peak in MB."""
+    peak = 0
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(call)
+        status = Path(f"/proc/{wait_for_child(os.getpid())}/status")
+        while not answer.done():
+            with contextlib.suppress(OSError):  # it has ended
+                found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+                peak = max(peak, int(found[1]) if found else 0)
+            time.sleep(0.002)
+        assert peak
+        return answer.result(), peak / 1024
+
+
+MANY = [f"disk{number:02}" for number in range(40)]
+SIXTEEN = ", ".join(MANY[:16])
+NUMBERS = ", ".join(map(str, range(10_000)))
+CASES: dict[str, tuple[str, str, Runs, int, str, int]] = {
+    # dialect, passphrase, runs, status, message, answers
+    "another disk opens": (
+        *("cryptroot", PASSPHRASE),
+        *([(asks("root"), reads, opened("other"))], 500, NO_VERDICT, 1),
+    ),
+    "another disk opens, systemd": (
+        *("systemd", PASSPHRASE),
+        *([(says("asks root"), reads, says("opened other"))], 500, NO_VERDICT, 1),
+    ),
+    "another disk opens first": (
+        *("cryptroot", PASSPHRASE),
+        [(asks("root"), reads, opened("other"), opened("root")), ()],
+        *(200, "Unlocked: root.", 1),
+    ),
+    "a later prompt opens as well": (
+        *("systemd", PASSPHRASE),
+        [(says("asks root"), reads, says("opened home, root")), (says("idle"),)],
+        *(200, "Unlocked: home, root.", 1),
+    ),
+    "one of two opens, and the other asks again": (
+        *("systemd", PASSPHRASE),
+        [
+            (says("asks root, home"), reads, says("opened root")),
+            (says("asks home"), reads, says("opened home")),
+        ],
+        *(500, f"{NO_VERDICT}; unlocked: root;", 1),
+    ),
+    "asks again after its own success": (
+        *("systemd", PASSPHRASE),
+        [(says("asks root"), reads, says("opened root"))],
+        *(500, f"{NO_VERDICT}; unlocked: root;", 1),
+    ),
+    "the second disk rejects": (
+        *("cryptroot", PASSPHRASE),
+        [(asks("root"), reads, opened("root")), (asks("home"), reads, rejected())],
+        *(400, r"Wrong passphrase for disk home; unlocked: root\.", 2),
+    ),
+    "a disk rejects that did not ask": (
+        *("systemd", PASSPHRASE),
+        [(says("asks root"), reads, says("rejected home"))],
+        *(400, r"Wrong passphrase for disk home\. Be careful", 1),
+    ),
+    "gives up": (
+        *("systemd", PASSPHRASE),
+        [(says("asks root"), reads, says("dead"))],
+        *(500, "Failed to unlock: the initrd has given up .* was sent.", 1),
+    ),
+    "asks for ever": (
+        *("cryptroot", PASSPHRASE),
+        [(asks(name), reads, opened(name)) for name in MANY],
+        500,
+        f"{DOUBT}another disk is asking; unlock again; unlocked: {SIXTEEN}; watch",
+        16,
+    ),
+    "sixteen disks": (
+        *("cryptroot", PASSPHRASE),
+        [*((asks(name), reads, opened(name)) for name in MANY[:16]), ()],
+        *(200, f"Unlocked: {SIXTEEN}.", 16),
+    ),
+    "repeats the passphrase": (
+        *("cryptroot", ECHOED),
+        [
+            (asks("root"), reads, opened(ECHOED), opened("root")),
+            (asks(f"x{ECHOED}y"), reads, rejected()),
+        ],
+        *(400, r"Wrong passphrase for a disk; unlocked: root\.", 2),
+    ),
+    "repeats the passphrase, systemd": (
+        *("systemd", "stäple of ,, a, b"),
+        [(says("asks root"), reads, says("rejected x stäple of ,, a, by"))],
+        *(400, r"Wrong passphrase for a disk\. Be careful", 1),
+    ),
+    "repeats the passphrase as one of two": (
+        *("systemd", ECHOED),
+        [(says("asks root"), reads, says(f"opened root, x{ECHOED}")), (says("idle"),)],
+        *(200, r"Unlocked: root, a disk\.", 1),
+    ),
+    "has the passphrase in its name": (
+        *("cryptroot", "crypt"),
+        [(asks("nvme0n1p3_crypt"), reads, opened("nvme0n1p3_crypt")), ()],
+        *(200, "Unlocked: a disk.", 1),
+    ),
+    "says everything in advance": (
+        *("cryptroot", PASSPHRASE),
+        [(asks("root") + opened("root"), reads)],
+        *(500, NO_VERDICT, 1),
+    ),
+    "rejects in advance": (
+        *("systemd", PASSPHRASE),
+        [(says("asks root") + says("rejected root"), reads)],
+        *(500, NO_VERDICT, 1),
+    ),
+    "six disks with long names": (
+        *("systemd", PASSPHRASE),
+        [
+            (
+                says(f"asks {SAMSUNG[0]}"),
+                reads,
+                says(f"opened {', '.join(SAMSUNG)}"),
+            ),
+            (says("settled"),),
+        ],
+        *(200, f"Unlocked: {re.escape(', '.join(SAMSUNG))}.", 1),
+    ),
+    "a name of 60 KB": (
+        *("systemd", PASSPHRASE),
+        [
+            (says("asks " + "n" * 60_000), reads, says("opened " + "n" * 60_000)),
+            (says("idle"),),
+        ],
+        *(200, r"Unlocked: n{200}\.", 1),
+    ),
+    "names of 60 KB that differ at the end": (
+        *("cryptroot", PASSPHRASE),
+        [(asks("n" * 60_000), reads, opened("n" * 59_999))],
+        *(500, NO_VERDICT, 1),
+    ),
+    "a thousand names": (
+        *("systemd", PASSPHRASE),
+        [
+            (says("asks a"), reads, says("opened a, " + "n" * 400)),
+            (says(f"asks {NUMBERS}"), reads, says("dead")),
+        ],
+        *(500, r"Failed to unlock: the .* was sent\.", 2),
+    ),
+    "a thousand wrong names": (
+        *("systemd", PASSPHRASE),
+        [(says("asks root"), reads, says(f"rejected {NUMBERS}"))],
+        *(400, "Wrong passphrase for disk 0, 1, 2,", 1),
+    ),
+    "a name of 200 KB": (
+        *("systemd", PASSPHRASE),
+        [(says("asks " + "n" * 200_000),)],
+        *(500, f"Failed to unlock: the unlock command ended.* {UNSENT}", 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_machine_that_lies_is_believed_no_further_than_it_must_be(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], case: Any
+) -> None:
+    dialect, passphrase, runs, status, told, answers = case
+    liar = Liar(runs)
+    with api_for(tmp_path, liar.serve, dialect) as client:
+        answer = client.unlock(passphrase)
+        assert answer.status == status, answer.body
+        message = str(answer.json.get("error") or answer.json["message"])
+        assert re.match(told, message), message
+        assert len(message) <= 1000
+        assert liar.received == [passphrase.encode()] * answers
+    log = capfd.readouterr().err
+    assert message in log  # all of it
+    secret = passphrase.encode().decode("ascii", "replace")
+    assert secret not in (message + log).replace("?", "\ufffd")
+
+
+def test_a_start_reports_a_lie_as_an_unlock_does(tmp_path: Path) -> None:
+    """What was not confirmed is watched; the rest has failed."""
+    liar = Liar([(asks("root"), reads, opened(ECHOED))])
+    with api_for(tmp_path, liar.serve) as client:
+        there = start(client, ECHOED)
+        assert (there["phase"], there["outcome"]) == ("booting", "not_confirmed")
+        assert re.fullmatch(NO_VERDICT + r"\.", there["message"])
+        liar.runs = [(asks(ECHOED), reads, rejected())]
+        there = start(client, ECHOED)
+        assert there["outcome"] == "wrong_passphrase"
+        assert there["message"] == "Wrong passphrase for a disk."
+        assert liar.received == [ECHOED.encode()] * 2
+
+
+def test_what_is_in_the_channel_before_sending_is_no_verdict(tmp_path: Path) -> None:
+    more = threading.Event()
+
+    def pause(_: paramiko.Channel) -> None:
+        more.wait(60)  # seconds, at most
+
+    liar = Liar([(asks("root"), pause, opened("root"), reads)])
+    with peer(liar.serve) as port:
+        machine = machine_at(tmp_path, port)
+        with contextlib.closing(waker.open_transport(machine)) as transport:
+            waker.exchange_keys(transport, machine)
+            waker.log_in(transport, machine)
+            command = waker.Command(transport, machine.dialect)
+            until = time.monotonic() + 60
+            assert command.next_event(until) == ("asks", ["root"])
+            more.set()
+            wait_for(command._channel.recv_ready)  # noqa: SLF001
+            given = waker.Passphrase(PASSPHRASE)
+            assert command.answer(given, ["root"], until) == ("ENDED", ["root"])
+
+
+@pytest.mark.parametrize(
+    ("run", "told"),
+    [
+        ([FLOOD * 20_000, stay], f"Failed to unlock: the .* too much text.* {UNSENT}"),
+        ([asks("d"), reads, FLOOD * 20_000, stay], NO_VERDICT),
+        ([send_unasked], f"Failed to unlock: the .* too much text.* {UNSENT}"),
+        ([asks("d"), reads, send_unasked], NO_VERDICT),
+    ],
+    ids=["text", "late", "no window", "no window, late"],
+)
+def test_a_machine_that_sends_too_much_is_hung_up_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], run: list[Step], told: str
+) -> None:
+    liar = Liar([run])
+    with api_for(tmp_path, liar.serve) as client:
+        began = time.monotonic()
+        answer, peak = measure(client.unlock)
+        assert re.match(told, answer.error)
+        assert peak <= PEAK
+        assert time.monotonic() - began < 30
+        assert len(liar.received) == run.count(reads)
+    assert "Traceback" not in capfd.readouterr().err
