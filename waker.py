@@ -482,8 +482,9 @@ MAX_OUTPUT: Final = 1 << 20  # bytes that one command may write
 MAX_DISKS: Final = 16  # that are answered; a machine that lies could ask for ever
 MAX_MESSAGE: Final = 850  # characters; with what may go around it, less than 1,000
 Reports = Iterator[Mapping[str, object]]  # {"sent": True}, then the final result
-# paramiko re-raises whatever ended its thread, so catch everything.
+# paramiko re-raises whatever ended its thread, so catch everything, after SHORTAGES.
 PEER_ERRORS: Final = Exception
+SHORTAGES: Final = MemoryError, RuntimeError  # our own; a thread that cannot start
 NO_PARAMIKO: Final = "paramiko is missing or incomplete; install python3-paramiko"
 UNSENT: Final = "The passphrase was not sent."
 NO_PIN: Final = "no host key is pinned; run waker check while the initrd waits"
@@ -511,6 +512,7 @@ class Outcome(enum.Enum):
     MISSING = "error", "logged in, but there is no unlock command: check WAKER_INITRD"
     REFUSED = "error", "logged in, but the server refuses to run the unlock command"
     FOREIGN = "error", "a prompt is not for a disk; answer it by hand"
+    MEMORY = "error", "out of memory while talking to the SSH server"
     ERROR = "error", "{}"
 
 
@@ -583,6 +585,8 @@ def exchange_keys(transport: "Transport", machine: Machine) -> HostKey:
     try:
         transport.start_client(timeout=HANDSHAKE_SECONDS)
         key = transport.get_remote_server_key()
+    except SHORTAGES:
+        raise
     except PEER_ERRORS:
         kinds = " or ".join(key.kind for key in machine.host_keys) or "none"
         detail = "key exchange; the server and paramiko may share no algorithm or"
@@ -612,6 +616,8 @@ def load_key(path: Path) -> "PKey":
         except paramiko.PasswordRequiredException:
             reason = f"SSH key {path} must not be encrypted; ssh-keygen -p -f {path}"
             raise NotSent(Outcome.ERROR, reason) from None
+        except SHORTAGES:
+            raise
         except PEER_ERRORS:
             continue  # it is of another type, or damaged
     reason = f"SSH key {path} must be an Ed25519, ECDSA or RSA private key"
@@ -623,6 +629,8 @@ def log_in(transport: "Transport", machine: Machine) -> None:
     key = load_key(machine.key)
     try:
         transport.auth_publickey(machine.user, key)
+    except SHORTAGES:
+        raise
     except PEER_ERRORS as error:
         if "timeout" in str(error) or not transport.is_active():
             raise NotSent(Outcome.BROKEN, "login") from None
@@ -711,9 +719,11 @@ class Command:
 
 
 def classify_end(transport: "Transport", event: str, deadline: float) -> str:
-    """Replace the end of a command by LOST, or by SILENT if we hung up."""
+    """Say why a command ended: LOST or MEMORY, or SILENT if we hung up."""
     if event in ("ENDED", "REFUSED"):
         transport.join(1)  # it may be about to notice that the connection has ended
+        if isinstance(transport.saved_exception, MemoryError):
+            return "MEMORY"
         if not transport.is_active():
             return "LOST" if time.monotonic() < deadline else "SILENT"
     return event
@@ -727,6 +737,7 @@ def explain_failure(event: str, disks: str, opened: str, warning: str) -> Result
         return Result.of(Outcome.DEAD, opened, sent=True)
     reasons = {
         "LOST": "the connection was lost before the initrd confirmed it",
+        "MEMORY": "waker ran out of memory before the initrd confirmed it",
         "ANOTHER": "another disk is asking; unlock again",
     }
     reason = reasons.get(event, "the initrd did not confirm it")
@@ -744,6 +755,8 @@ def answer_disks(
         try:
             command = Command(transport, machine.dialect)
             event, disks = command.next_event(until)
+        except SHORTAGES:
+            event = "MEMORY"
         except PEER_ERRORS:
             event = "REFUSED"
         if event != "asks":
@@ -777,6 +790,7 @@ def answer_disks(
 
 def unlock(machine: Machine, passphrase: Passphrase, deadline: float) -> Reports:
     """Unlock the disks; yields a notice before sending, then the result."""
+    sent = False
     try:
         if not machine.host_keys:
             raise NotSent(Outcome.ERROR, NO_PIN)
@@ -787,9 +801,16 @@ def unlock(machine: Machine, passphrase: Passphrase, deadline: float) -> Reports
         watchdog.start()
         verify(exchange_keys(transport, machine), machine)
         log_in(transport, machine)
-        yield from answer_disks(transport, machine, passphrase, deadline)
+        for report in answer_disks(transport, machine, passphrase, deadline):
+            sent = True  # as its first report says
+            yield report
     except NotSent as why:
         yield why.result._asdict()
+    except SHORTAGES:
+        result = Result.of(Outcome.MEMORY, sent=False)
+        if sent:
+            result = explain_failure("MEMORY", "", "", "")
+        yield result._asdict()
 
 
 class Unlocker:
@@ -1867,6 +1888,8 @@ def check_unlocking(machine: Machine, *, waits: bool) -> Iterator[Finding]:
             yield thing, f"{machine.user} can log in; unlock not tried", OK
     except (ImportError, AttributeError) as error:
         yield thing, f"{NO_PARAMIKO} ({error})", WRONG
+    except SHORTAGES:
+        yield thing, Outcome.MEMORY.value[1], WRONG
     except NotSent as why:
         yield thing, str(why), WRONG
 
@@ -1916,6 +1939,8 @@ def check(config: Config, file: Path | None) -> Iterator[Finding]:
 # ---- Commands ------------------------------------------------------------------------
 # What `waker.py` does when it is run.
 
+MAX_MEMORY: Final = 64 << 20  # bytes of an unlock's or a check's data: twice its need
+
 
 def make_tls(config: Config) -> "ssl.SSLContext | None":
     """Load the certificate, if there is one. Raises: ConfigError."""
@@ -1943,7 +1968,6 @@ def serve(app: App) -> int:
     """Run until SIGTERM or ^C; running requests are answered, a start is cancelled."""
     signals = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # in all threads to come
-    threading.stack_size(512 << 10)  # bytes; musl's 128 KiB are too few for json
     try:
         tcp = listen(app.config.listen)
     except OSError as error:
@@ -2039,6 +2063,11 @@ def main(argv: Sequence[str]) -> int:
     # still pipe one to systemd-coredump. Source: do_coredump, fs/coredump.c.
     with contextlib.suppress(ValueError):  # it is 0, and cannot be raised
         resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+    threading.stack_size(512 << 10)  # bytes; musl's 128 KiB are too few for json
+    if arguments.command in ("unlock", "check"):
+        # paramiko buffers packets of any size, even from a stranger.
+        with contextlib.suppress(ValueError):  # the limit is lower already
+            resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
     warnings.simplefilter("ignore")  # paramiko's, of what cryptography will drop
     ours = {n: v for n, v in os.environ.items() if n.startswith("WAKER_")}
     file = arguments.env_file or (None if ours else Path(ENV_FILE))

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,10 @@ from conftest import (
     PIN,
     Answer,
     Client,
+    daemon,
+    need,
+    no_threads,
+    run_waker,
     running,
     wait_for,
     wait_for_child,
@@ -36,10 +41,12 @@ Runs = Sequence[Sequence[Step]]
 ECHOED = "correct-horse"  # a passphrase that looks like the name of a disk
 SAMSUNG = [f"Samsung_SSD_870_EVO_4TB (luks-{n:036})" for n in range(6)]
 PEAK = 100  # MB of memory that an unlock may take at most
+BIG = 80 << 20  # bytes: more than an unlock may allocate
 FLOOD = "x" * 70 + "\n"
 UNSENT = r"The passphrase was not sent\."
 DOUBT = r"Not confirmed: the passphrase was sent, but "
 NO_VERDICT = f"{DOUBT}the initrd did not confirm it"
+NO_MEMORY = f"Failed to unlock: out of memory.* {UNSENT}"
 
 
 @dataclass
@@ -119,6 +126,18 @@ def send_unasked(channel: paramiko.Channel) -> None:
     for _ in range(200):
         channel.out_window_size = 1 << 40
         channel.sendall(FLOOD.encode() * 14979)
+
+
+def send_big_packet(transport: Any) -> None:
+    """Send one packet of 80 MB, for SSH to ignore."""
+    packet = paramiko.Message()
+    packet.add_byte(paramiko.common.cMSG_IGNORE)
+    packet.add_string(b"\0" * BIG)
+    transport._send_message(packet)  # noqa: SLF001 - no honest server would
+
+
+def send_big(channel: paramiko.Channel) -> None:
+    send_big_packet(channel.get_transport())
 
 
 def stay(_: paramiko.Channel) -> None:
@@ -362,8 +381,13 @@ def test_what_is_in_the_channel_before_sending_is_no_verdict(tmp_path: Path) -> 
         ([asks("d"), reads, FLOOD * 20_000, stay], NO_VERDICT),
         ([send_unasked], f"Failed to unlock: the .* too much text.* {UNSENT}"),
         ([asks("d"), reads, send_unasked], NO_VERDICT),
+        ([send_big], NO_MEMORY),
+        (
+            [asks("d"), reads, send_big],
+            f"{DOUBT}waker ran out of memory before the initrd confirmed it; watch",
+        ),
     ],
-    ids=["text", "late", "no window", "no window, late"],
+    ids=["text", "late", "no window", "no window, late", "packet", "packet, late"],
 )
 def test_a_machine_that_sends_too_much_is_hung_up_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], run: list[Step], told: str
@@ -377,3 +401,64 @@ def test_a_machine_that_sends_too_much_is_hung_up_on(
         assert time.monotonic() - began < 30
         assert len(liar.received) == run.count(reads)
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_memory_that_runs_out_at_the_login_is_no_refused_key(tmp_path: Path) -> None:
+    liar = Liar(on_login=send_big_packet)
+    with api_for(tmp_path, liar.serve) as client:
+        assert re.match(NO_MEMORY, client.unlock().error)
+
+
+def impostor(size: int) -> Speak:
+    """Announce a packet of that many bytes, and send it, for ten seconds at most."""
+
+    def speak(connection: socket.socket) -> None:
+        deadline = time.monotonic() + 10
+        with connection, contextlib.suppress(OSError):  # the client has gone
+            connection.sendall(f"{DROPBEAR}\r\n".encode() + struct.pack(">I", size))
+            sent = 0
+            while sent < size and time.monotonic() < deadline:
+                sent += connection.send(bytes(min(size - sent, 1 << 16)))
+
+    return speak
+
+
+# Four more than a multiple of eight, or SSH does not allow such a packet.
+@pytest.mark.parametrize("size", [(200 << 20) + 4, (1 << 32) - 4, (36 << 20) + 4])
+def test_an_impostor_cannot_exhaust_the_box(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], size: int
+) -> None:
+    with api_for(tmp_path, impostor(size)) as client:
+        answer, peak = measure(client.unlock)
+        assert re.match(NO_MEMORY, answer.error), answer.error
+        assert peak <= PEAK
+        there = start(client, PASSPHRASE)
+        assert there["outcome"] == "error"
+        assert re.match(f"out of memory.* {UNSENT}", there["message"])
+        config = client.app.config if client.app else None
+        assert config
+        settings = {"WAKER_PIN": PIN} | MAC | config.machine.settings()
+        found = run_waker("check", settings=settings).stdout
+        assert re.search("WRONG +host key +out of memory", found), found
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_large_stack_limit_does_not_count(tmp_path: Path) -> None:
+    """Where threads had stacks of that size, an unlock would have no memory left."""
+    liar = Liar([(asks("d"), reads, opened("d")), ()])
+    with peer(liar.serve) as port:
+        machine = machine_at(tmp_path, port)._replace(system_port=free_port())
+        command = [need("prlimit"), "--stack=67108864:67108864"]
+        with daemon(MAC | machine.settings(), *command) as box:
+            answer = box.client.log_in().unlock()
+            assert answer.json == {"success": True, "message": "Unlocked: d."}
+
+
+def test_a_thread_that_cannot_start_is_reported(tmp_path: Path) -> None:
+    with peer(impostor(0)) as port:
+        machine = machine_at(tmp_path, port)
+        deadline = time.monotonic() + 60
+        with no_threads():
+            unlocking = waker.unlock(machine, waker.Passphrase("x"), deadline)
+            (result,) = list(unlocking)
+    assert re.match(f"out of memory.* {UNSENT}", str(result["message"]))

@@ -169,6 +169,7 @@ def test_it_is_a_service_of_a_booted_systemd(
     assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
     limit = box.run(f"prlimit --core --raw --noheadings -o SOFT,HARD -p {pid}")
     assert limit.split() == ["1", "1"]
+    assert box.show("OOMPolicy") == "continue"
     owner = Owner(Client(8080, host=ADDRESS), router)
     assert f"from {ADDRESS}" in see_a_journey(owner)
     lines = box.journal()
