@@ -778,6 +778,7 @@ def answer_disks(
             yield explain_failure(event, where, others, warning)._asdict()
             return
         opened += disks
+        answered.update(disks)
         # Dropbear may end a channel that is opened before the last one has ended.
         command.next_event(time.monotonic() + END_SECONDS)
         until = min(deadline, time.monotonic() + 15)  # seconds, for the next disk

@@ -180,6 +180,7 @@ def measure(call: Callable[[], Answer]) -> tuple[Answer, float]:
 
 MANY = [f"disk{number:02}" for number in range(40)]
 SIXTEEN = ", ".join(MANY[:16])
+LONG = "n" * 300
 NUMBERS = ", ".join(map(str, range(10_000)))
 CASES: dict[str, tuple[str, str, Runs, int, str, int]] = {
     # dialect, passphrase, runs, status, message, answers
@@ -213,6 +214,14 @@ CASES: dict[str, tuple[str, str, Runs, int, str, int]] = {
         *("systemd", PASSPHRASE),
         [(says("asks root"), reads, says("opened root"))],
         *(500, f"{NO_VERDICT}; unlocked: root;", 1),
+    ),
+    "asks after it was reported as open": (
+        *("systemd", PASSPHRASE),
+        [
+            (says("asks root"), reads, says("opened home, root")),
+            (says("asks home"), reads, says("opened home")),
+        ],
+        *(500, f"{NO_VERDICT}; unlocked: home, root;", 1),
     ),
     "the second disk rejects": (
         *("cryptroot", PASSPHRASE),
@@ -307,10 +316,18 @@ CASES: dict[str, tuple[str, str, Runs, int, str, int]] = {
         ],
         *(500, r"Failed to unlock: the .* was sent\.", 2),
     ),
-    "a thousand wrong names": (
+    "a thousand names are open": (
         *("systemd", PASSPHRASE),
-        [(says("asks root"), reads, says(f"rejected {NUMBERS}"))],
-        *(400, "Wrong passphrase for disk 0, 1, 2,", 1),
+        [(says("asks 0"), reads, says(f"opened {NUMBERS}")), (says("idle"),)],
+        *(200, "Unlocked: 0, 1, 2, [0-9, ]{590,591}[.]$", 1),
+    ),
+    "long names, and a thousand are wrong": (
+        *("systemd", PASSPHRASE),
+        [
+            (says("asks 0"), reads, says(f"opened 0, {LONG}, x{LONG}, y{LONG}")),
+            (says("asks home"), reads, says(f"rejected {NUMBERS}")),
+        ],
+        *(400, "Wrong passphrase for disk 0, 1, 2,", 2),
     ),
     "a name of 200 KB": (
         *("systemd", PASSPHRASE),
