@@ -3,19 +3,21 @@
 
     waker.py [--env-file FILE] [serve | check | unlock | state]
 
-Away from home, you type a PIN and a disk's passphrase into a web page. This
-daemon, on a Pi or a router near the machine, wakes it, watches it and unlocks its disk.
-The passphrase is sent only after the pinned host key was verified in the same
-connection and the initrd asked for it. "Unlocked" is reported only if confirmed. Waker
-writes no file; tokens are lost when the daemon stops.
+Away from home, you type a PIN and the disk's passphrase into a web page. This daemon,
+on a Raspberry Pi or router near the machine, wakes the machine, watches it and unlocks
+its disk. The passphrase is sent only after this connection's host key matched the pin
+and the initrd asked. "Unlocked" is reported only if the initrd said so. Waker writes no
+file; tokens are lost when the daemon stops.
 
 The rules of this file:
 1. Read it top to bottom, once: a name is defined before it is used.
-2. Parse, don't validate: a value's type proves that it is valid.
-3. Handlers return a Response. One function writes every error.
-4. Authorisation is a column of the route table.
-5. Few functions touch network or files; only commands use argv, signals, environment.
-6. Module level is constant. Time is a parameter; only code that waits reads the clock.
+2. Input is parsed once, on entry. Code past that point relies on the parsed value.
+3. Handlers return a Response. One function turns every error into JSON.
+4. The route table says which requests need a token.
+5. Few functions touch the network or files. Only commands use arguments, signals and
+   the environment.
+6. Nothing at module level changes. `now` is passed in; only code that waits reads the
+   clock.
 """
 
 import argparse
@@ -44,7 +46,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import IPv4Address
@@ -52,20 +54,20 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NewType, cast
 
-if TYPE_CHECKING:  # imported lazily: they would cost memory for the daemon's whole life
+if TYPE_CHECKING:  # imported only where needed, to save memory; paramiko takes 20 MB
     import ssl
     from subprocess import Popen
 
-    from paramiko import PKey, Transport  # the daemon never imports it: 20 MB
+    from paramiko import PKey, Transport
 
 __version__ = "2.1.0.dev0"
 
 # ---- Values --------------------------------------------------------------------------
-# Checked once, when they are made; a parser raises ValueError. No secret is in a repr.
+# Parsers raise ValueError. No repr shows a secret.
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-Pairs = tuple[tuple[str, str], ...]  # the name and the value of each header field
-Address = tuple[str, int]  # of a TCP port: an IP address, and a number
+Pairs = tuple[tuple[str, str], ...]  # names and values of header fields
+Address = tuple[str, int]  # IP address and TCP port
 Mac = NewType("Mac", bytes)  # six octets
 
 
@@ -84,13 +86,13 @@ def parse_mac(text: str) -> Mac:
 
 
 class Pin:
-    """The PIN, of 8 to 128 characters without spaces around them, as its digest."""
+    """A PIN of 8 to 128 characters, kept as a digest."""
 
     def __init__(self, text: str) -> None:
         if not 8 <= len(text) <= 128 or text != text.strip():
             raise ValueError
         self._digest: Final = sha256(text.encode())
-        self.is_number: Final = text.isdecimal()  # it has digits only
+        self.is_number: Final = text.isdecimal()
 
     def matches(self, text: str) -> bool:
         return secrets.compare_digest(sha256(text.encode()), self._digest)
@@ -101,18 +103,19 @@ class Passphrase:
 
     def __init__(self, text: str) -> None:
         self.data: Final = text.encode()  # exactly: nothing is stripped or normalised
-        # 512: cryptsetup's limit at a prompt. A control character may edit the answer.
+        # cryptsetup reads 512 bytes at a prompt. A control character could edit them.
         if not 1 <= len(self.data) <= 512 or re.search(r"[\x00-\x1f\x7f-\x9f]", text):
             raise ValueError
 
 
 def fingerprint(blob: bytes) -> str:
-    """Write a public key's fingerprint the way OpenSSH does."""
+    """Format a public key's fingerprint as OpenSSH does."""
     return "SHA256:" + base64.b64encode(sha256(blob)).decode().rstrip("=")
 
 
-# Hosts, a type, the key, a comment. The hosts and the comment may contain commas, so a
-# comma ends a line only if another key follows. Reject @revoked, @cert-authority.
+# A line has host names, a key type, the key and a comment. Host names and comments may
+# contain commas, so a comma ends a line only if another key follows. Lines that begin
+# with @revoked or @cert-authority do not match.
 KEY_TYPE: Final = "(?:ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(?:256|384|521))"
 HOSTS: Final = r"\s*(?:[^\s@]\S*\s+)?"
 HOST_KEY: Final = re.compile(
@@ -123,17 +126,17 @@ HOST_KEY: Final = re.compile(
 
 
 class HostKey(NamedTuple):
-    """A pinned public host key: its type, and its bytes on the wire."""
+    """A public host key."""
 
     kind: str
-    blob: bytes
+    blob: bytes  # as SSH sends it
 
     @classmethod
     def parse(cls, kind: str, encoded: str) -> "HostKey":
-        """Read the type and the base64 text of one key."""
+        """Parse one key from its type and base64 text."""
         blob = base64.b64decode(encoded, validate=True)
-        # RFC 4253, 6.6: the parts of the key, each after its length in 4 bytes, the
-        # type first. If they do not fill the blob, the paste was truncated.
+        # RFC 4253, 6.6: each field of the blob follows its length in 4 bytes. The first
+        # is the type. If the fields do not fill the blob, the paste was truncated.
         first = len(kind).to_bytes(4) + kind.encode()
         end = len(first)
         while end < len(blob):
@@ -144,7 +147,7 @@ class HostKey(NamedTuple):
 
     @classmethod
     def parse_all(cls, text: str) -> tuple["HostKey", ...]:
-        """Read lines of .pub or known_hosts files, separated by commas; or nothing."""
+        """Parse comma-separated lines of .pub or known_hosts files; none is allowed."""
         keys: list[HostKey] = []
         end = 0
         while end < len(text):
@@ -160,9 +163,9 @@ class HostKey(NamedTuple):
 
 
 def plain_address(text: str) -> str:
-    """Read an IP address; an IPv4-mapped one counts as IPv4. Raises: ValueError."""
+    """Parse an IP address; turn an IPv4-mapped one into IPv4."""
     address = ipaddress.ip_address(text)
-    if "%" in text:  # a scope such as %eth0: in X-Forwarded-For it could be any text
+    if "%" in text:  # a scope ID such as %eth0 may be arbitrary text
         raise ValueError
     return str(getattr(address, "ipv4_mapped", None) or address)
 
@@ -171,7 +174,7 @@ def within(address: str, networks: Iterable[Network]) -> bool:
     return any(ipaddress.ip_address(address) in network for network in networks)
 
 
-# What a file begins with that is no private key, and the remedy; the first row counts.
+# How common wrong key files begin, and the fix. The first match wins.
 NOT_KEYS: Final = (
     (r"(ssh|ecdsa)-", "is a public key; name the private one, without .pub"),
     (r"PuTTY-|\0\0\0", "is PuTTY's or dropbear's; convert it to OpenSSH's format"),
@@ -179,10 +182,10 @@ NOT_KEYS: Final = (
 )
 
 
-def file_fault(path: Path, *, private: bool = False) -> str:
-    """Return a file's problem and its remedy, or an empty string."""
+def file_problem(path: Path, *, private: bool = False) -> str:
+    """Return what is wrong with a file and how to fix it, or an empty string."""
     try:
-        about = path.stat()
+        mode = path.stat().st_mode
         if not path.is_file():
             return f"{path} is not a file; correct the path"
         content = path.read_bytes().decode("latin-1")
@@ -190,21 +193,89 @@ def file_fault(path: Path, *, private: bool = False) -> str:
         return f"{path} is missing or empty"
     except OSError as error:
         return f"{path}: {error.strerror}; try with sudo"
-    rows = NOT_KEYS if private else ()
-    fault = next((told for bad, told in rows if re.match(bad, content)), "")
-    if len(content) < 2:  # our unit hands over a line end for no file
-        fault = f"is missing or empty (systemd copies it from /etc/waker/{path.name})"
-    elif private and not fault and about.st_mode & 0o007:  # a group may: systemd's has
-        fault = f"is open to others; chmod 600 {path}"
-    return fault and f"{path} {fault}"
+    if len(content) < 2:  # the unit passes a single newline for a missing file
+        hint = f"systemd copies it from /etc/waker/{path.name}"
+        return f"{path} is missing or empty ({hint})"
+    if not private:
+        return ""
+    for beginning, problem in NOT_KEYS:
+        if re.match(beginning, content):
+            return f"{path} {problem}"
+    if mode & 0o007:  # the group may read it, as with systemd's credentials
+        return f"{path} is open to others; chmod 600 {path}"
+    return ""
 
 
 class Fault(Exception):
-    """An error for the client: HTTP status, text, and header fields that go with it."""
+    """An error to answer a request with."""
 
     def __init__(self, status: int, text: str, *headers: tuple[str, str]) -> None:
         super().__init__(text)
-        self.status, self.headers = status, headers
+        self.status = status
+        self.headers = headers
+
+
+# ---- Outcomes ------------------------------------------------------------------------
+# What an unlock comes to. Only the initrd's own words mean UNLOCKED or
+# WRONG_PASSPHRASE.
+
+UNSENT: Final = "The passphrase was not sent."
+SENT_BUT: Final = "Not confirmed: the passphrase was sent, but "
+MAX_MESSAGE: Final = 850  # characters; less than 1,000 with what is put around it
+
+
+class Outcome(enum.Enum):
+    """The outcome of an unlock, for programs and for people; {} is a detail."""
+
+    UNLOCKED = "unlocked", "Unlocked: {}"
+    WRONG_PASSPHRASE = "wrong_passphrase", "Wrong passphrase for {}"
+    GAVE_UP = "gave_up", "the initrd has given up on a disk; restart the machine{}"
+    ASKS = "not_confirmed", f"{SENT_BUT}a disk is asking again{{}}"
+    ONE_MORE = "not_confirmed", f"{SENT_BUT}another disk is asking; unlock again{{}}"
+    NOT_CONFIRMED = "not_confirmed", f"{SENT_BUT}{{}}"
+    # Before the passphrase was sent:
+    ALL_OPEN = "already_open", "no passphrase is needed: every disk is already open"
+    BOOTED = "up", "no passphrase is needed: the system is already up"
+    OTHER_HOST_KEY = "host_key_differs", "the host key differs: {}"
+    KEY_REFUSED = "key_refused", "the initrd refused our key {}"
+    UNREACHABLE = "not_asked", "port {}"
+    BROKEN_OFF = "not_asked", "the SSH server hung up or fell silent during {}"
+    TOO_EARLY = "not_asked", "the initrd is not ready yet; try again in a few seconds"
+    IDLE = "not_asked", "no disk asks for a passphrase: too early, or already open"
+    LOST = "not_asked", "the connection was lost before a disk asked; try again"
+    SILENT = "not_asked", "logged in, but no disk asked for its passphrase in time"
+    ENDED = "not_asked", "the unlock command ended without asking; try again"
+    TOO_MUCH = "not_asked", "the unlock command wrote too much text without asking"
+    MISSING = "error", "logged in, but there is no unlock command: check WAKER_INITRD"
+    REFUSED = "error", "logged in, but the server refuses to run the unlock command"
+    OTHER_PROMPT = "error", "a prompt is not for a disk; answer it by hand"
+    NO_MEMORY = "error", "out of memory while talking to the SSH server"
+    ERROR = "error", "{}"
+
+
+class Result(NamedTuple):
+    """The result of an unlock as it is reported; `outcome` is for programs."""
+
+    outcome: str
+    sent: bool  # the passphrase may have been sent
+    message: str
+
+    @classmethod
+    def of(cls, outcome: Outcome, detail: str = "", *, sent: bool) -> "Result":
+        """Build the message; unless obvious, say whether the passphrase was sent."""
+        word, sentence = outcome.value
+        message = f"{sentence.format(detail)}."[:MAX_MESSAGE]
+        if word not in ("unlocked", "not_confirmed", "wrong_passphrase"):
+            message += " The passphrase was sent." if sent else f" {UNSENT}"
+        return cls(word, sent, message)
+
+
+class NotSent(Exception):
+    """Why an unlock ends before the passphrase is sent."""
+
+    def __init__(self, outcome: Outcome, detail: str = "") -> None:
+        super().__init__(outcome.value[1].format(detail))
+        self.result = Result.of(outcome, detail, sent=False)
 
 
 # ---- Dialects ------------------------------------------------------------------------
@@ -212,27 +283,22 @@ class Fault(Exception):
 
 
 class Dialect(NamedTuple):
-    """How one kind of initrd is unlocked, and what its output means.
-
-    A match in the output of `command` is an event, named like its group, whose text is
-    the disk or disks. `asks`: a passphrase is expected on standard input; `opened` and
-    `rejected` are verdicts. The other events, in capitals, are members of Outcome.
-    The output is ASCII; any other byte has been replaced by a question mark.
-    """
+    """How one kind of initrd is unlocked, and what its output means."""
 
     name: str
     command: str
-    events: re.Pattern[str]
+    # Expressions that lines of the output are searched for; a group names the disks.
+    words: tuple[tuple[str, Outcome], ...]
     ending: bytes = b""  # of an answer; if empty, the end of input takes its place
-    silence: str = "ENDED"  # the event if the command succeeds without a word
+    silence: Outcome = Outcome.ENDED  # if the command succeeds without a word
     warning: str = ""  # about the next wrong passphrase
 
 
-# Each open prompt is a file. A password agent answers every prompt with a line of its
-# input, which never ends: an end would count as an empty passphrase. A new prompt for
-# an answered disk means that the passphrase was wrong; unit states show the rest. As a
-# passphrase must not be an argument, `printf` must be built into the shell. Source:
-# systemd's PASSWORD_AGENTS; tested with 257.
+# Each open prompt is a file. A password agent answers all prompts with lines of its
+# input, which must not end: an end would count as an empty passphrase. If an answered
+# disk prompts again, the passphrase was wrong; unit states show the rest. A passphrase
+# must not be an argument, so `printf` must be built into the shell. Source: systemd's
+# PASSWORD_AGENTS; tested with 257.
 SYSTEMD_COMMAND: Final = r"""
 finish() { printf 'waker: %s\n' "$*"; exit 1; }
 find_prompts() { # sets new: disks that ask; and again: those that were answered
@@ -250,7 +316,7 @@ find_prompts() { # sets new: disks that ask; and again: those that were answered
         esac
     done
 }
-find_verdict() { # of all disks together; waiting, too, where nothing is told
+find_verdict() { # on all disks together; `waiting` if systemd reports nothing
     verdict=waiting
     case $(systemctl is-active 'systemd-cryptsetup@*.service' cryptsetup.target) in
         *activating*) ;;
@@ -274,7 +340,7 @@ done
 printf 'waker: asks %s\n' "${new#, }"
 IFS= read -r passphrase || exit 1
 while find_verdict && find_prompts && [ $((count += 1)) -lt 1200 ]; do
-    printf '\n' || exit 1 # nobody listens any more: forget the passphrase
+    printf '\n' || exit 1 # waker has gone: forget the passphrase
     [ "$again" ] && finish rejected "${again#, }"
     if [ "$new" ]; then
         while printf '%s\n' "$passphrase"; do :; done 2>/dev/null |
@@ -291,29 +357,35 @@ done
 exit 1
 """
 DIALECTS: Final = (
-    # Source: cryptroot-unlock of cryptsetup-initramfs 2.6.1 to 2.8.8. Where it has no
-    # terminal it takes all bytes up to the end of input; a newline would count.
+    # Source: cryptsetup-initramfs 2.6.1 to 2.8.8. Without a terminal, cryptroot-unlock
+    # takes all bytes up to the end of input, so a newline would count.
     Dialect(
         name="cryptroot",
         command="cryptroot-unlock",
-        silence="OPEN",
-        events=re.compile(
-            r"Please unlock disk (?P<asks>[!-~]+)\n"
-            r"|cryptsetup: (?P<opened>[!-~]+) set up successfully"
-            r"|(?P<rejected>)(?:bad password or options|maximum number of tries)"
-            r"|(?P<IDLE>)Timeout reached while waiting for askpass"
-            r"|(?P<EARLY>)Try again later"
+        words=(
+            (r"Please unlock disk ([!-~]+)", Outcome.ASKS),
+            (r"cryptsetup: ([!-~]+) set up successfully", Outcome.UNLOCKED),
+            (r"bad password or options", Outcome.WRONG_PASSPHRASE),
+            (r"maximum number of tries", Outcome.WRONG_PASSPHRASE),
+            (r"Timeout reached while waiting for askpass", Outcome.IDLE),
+            (r"Try again later", Outcome.TOO_EARLY),
         ),
+        silence=Outcome.ALL_OPEN,
     ),
     Dialect(
         name="systemd",
         command=SYSTEMD_COMMAND,
-        ending=b"\n",
-        events=re.compile(
-            r"(?m)^waker: (?:asks (?P<asks>[ -~]+)|(?P<OPEN>)settled"
-            r"|opened (?P<opened>[ -~]+)|rejected (?P<rejected>[ -~]+)"
-            r"|(?P<IDLE>)idle|(?P<DEAD>)dead|(?P<FOREIGN>)foreign|(?P<BOOTED>)booted)\n"
+        words=(
+            (r"^waker: asks ([ -~]+)$", Outcome.ASKS),
+            (r"^waker: opened ([ -~]+)$", Outcome.UNLOCKED),
+            (r"^waker: rejected ([ -~]+)$", Outcome.WRONG_PASSPHRASE),
+            (r"^waker: dead$", Outcome.GAVE_UP),
+            (r"^waker: settled$", Outcome.ALL_OPEN),
+            (r"^waker: booted$", Outcome.BOOTED),
+            (r"^waker: idle$", Outcome.IDLE),
+            (r"^waker: foreign$", Outcome.OTHER_PROMPT),
         ),
+        ending=b"\n",
         warning=". Be careful: after another wrong passphrase, systemd may give up"
         " until you restart the machine (unless crypttab has tries=0)",
     ),
@@ -321,7 +393,7 @@ DIALECTS: Final = (
 
 
 class Machine(NamedTuple):
-    """The machine to wake: where it is, and how its initrd is known and unlocked."""
+    """The machine to wake and unlock."""
 
     host: str
     dialect: Dialect
@@ -364,40 +436,42 @@ class Config(NamedTuple):
 
 
 # ---- Watching ------------------------------------------------------------------------
-# Check the machine by connecting to its two ports, within a second. If waker itself
-# fails to connect, the state is unknown.
+# Check the machine by connecting to its two ports, within a second.
 
-KNOCK_SECONDS: Final = 0.8  # for a port to answer: a LAN takes milliseconds
+PROBE_SECONDS: Final = 0.8  # for a port to answer: a LAN takes milliseconds
 
 
-class Port(enum.Enum):
-    """What a TCP port did, in words for people."""
+class PortState(enum.Enum):
+    """What a TCP port does, in words for people."""
 
     OPEN = "is open"
     CLOSED = "refuses connections"  # so the machine is there
     SILENT = "does not answer"
-    UNSEEN = "could not be checked; is WAKER_HOMELAB_HOST right?"
+    UNKNOWN = "could not be checked; is WAKER_HOMELAB_HOST right?"  # our own failure
 
 
-class Sight(NamedTuple):
-    """What the machine's two ports did."""
+class PortStates(NamedTuple):
+    """What the machine's two ports do."""
 
-    initrd: Port
-    system: Port
+    initrd: PortState
+    system: PortState
 
     def members(self) -> dict[str, object]:
-        state = "booting" if Port.CLOSED in self else "off"
-        if self.initrd is Port.OPEN:
+        """Return the members of the status that describe the machine."""
+        state = "off"
+        if PortState.CLOSED in self:
+            state = "booting"
+        if self.initrd is PortState.OPEN:
             state = "locked"
-        if Port.UNSEEN in self:
+        if PortState.UNKNOWN in self:
             state = "unknown"
-        if self.system is Port.OPEN:
+        if self.system is PortState.OPEN:
             state = "up"
         return {
             "state": state,
-            "reachable": Port.OPEN in self or Port.CLOSED in self,
-            "initrd_ssh_open": self.initrd is Port.OPEN,
-            "system_ssh_open": self.system is Port.OPEN,
+            "reachable": PortState.OPEN in self or PortState.CLOSED in self,
+            "initrd_ssh_open": self.initrd is PortState.OPEN,
+            "system_ssh_open": self.system is PortState.OPEN,
         }
 
 
@@ -408,137 +482,92 @@ def open_tcp(host: str, port: int, seconds: float) -> socket.socket:
     return socket.create_connection(address, seconds)
 
 
-def knock(host: str, port: int, *, read_ident: bool = False) -> tuple[Port, str]:
-    """Return a port's state and, if asked, its SSH banner, within KNOCK_SECONDS."""
-    deadline = time.monotonic() + KNOCK_SECONDS
-    seen, ident = Port.UNSEEN, b""
+def probe_port(host: str, port: int, *, banner: bool = False) -> tuple[PortState, str]:
+    """Return a port's state and, if asked for, its SSH banner."""
+    deadline = time.monotonic() + PROBE_SECONDS
     try:
-        tcp = open_tcp(host, port, KNOCK_SECONDS)
+        tcp = open_tcp(host, port, PROBE_SECONDS)
     except (ConnectionRefusedError, ConnectionResetError):
-        return Port.CLOSED, ""
-    except OSError as error:  # EHOSTUNREACH: no answer to ARP; others: our failure
-        silent = isinstance(error, TimeoutError) or error.errno == errno.EHOSTUNREACH
-        return (Port.SILENT if silent else Port.UNSEEN), ""
-    with tcp, contextlib.suppress(OSError):  # it is late, or gone
-        tcp.getpeername()  # raises without a connection: Linux may wake us too early
-        seen = Port.OPEN
-        while read_ident and b"\n" not in ident and len(ident) < 255:
+        return PortState.CLOSED, ""
+    except OSError as error:
+        # EHOSTUNREACH: nothing answered ARP. The other errors are our own.
+        if isinstance(error, TimeoutError) or error.errno == errno.EHOSTUNREACH:
+            return PortState.SILENT, ""
+        return PortState.UNKNOWN, ""
+    state, received = PortState.UNKNOWN, b""
+    with tcp, contextlib.suppress(OSError):  # the banner is late, or the peer has gone
+        tcp.getpeername()  # fails unless connected; Linux may report success too early
+        state = PortState.OPEN
+        while banner and b"\n" not in received and len(received) < 255:
             tcp.settimeout(max(deadline - time.monotonic(), 0.001))
-            ident += tcp.recv(255) or b"\n"
-    return seen, ident.partition(b"\n")[0].decode("latin-1").strip()
+            received += tcp.recv(255) or b"\n"
+    return state, received.partition(b"\n")[0].decode("latin-1").strip()
 
 
-def look(machine: Machine) -> Sight:
+def check_ports(machine: Machine) -> PortStates:
     """Check both ports at once; on a shared port, dropbear means the initrd."""
     if machine.initrd_port == machine.system_port:
-        port, ident = knock(machine.host, machine.system_port, read_ident=True)
-        if port is not Port.OPEN:
-            return Sight(port, port)
-        if not ident:
-            return Sight(Port.UNSEEN, Port.UNSEEN)
-        in_initrd = "dropbear" in ident
-        return Sight(*((port, Port.CLOSED) if in_initrd else (Port.CLOSED, port)))
-    seen = {machine.initrd_port: Port.UNSEEN, machine.system_port: Port.UNSEEN}
+        state, banner = probe_port(machine.host, machine.system_port, banner=True)
+        if state is not PortState.OPEN:
+            return PortStates(state, state)
+        if not banner:
+            return PortStates(PortState.UNKNOWN, PortState.UNKNOWN)
+        if "dropbear" in banner:
+            return PortStates(initrd=PortState.OPEN, system=PortState.CLOSED)
+        return PortStates(initrd=PortState.CLOSED, system=PortState.OPEN)
+    states = dict.fromkeys(
+        (machine.initrd_port, machine.system_port), PortState.UNKNOWN
+    )
 
-    def knock_at(port: int) -> None:
-        seen[port], _ = knock(machine.host, port)
+    def probe(port: int) -> None:
+        states[port], _ = probe_port(machine.host, port)
 
-    other = threading.Thread(target=knock_at, args=(machine.system_port,))
-    with contextlib.suppress(RuntimeError):  # there is no thread: nothing is seen
+    other = threading.Thread(target=probe, args=(machine.system_port,))
+    with contextlib.suppress(RuntimeError):  # no thread can start: both stay unknown
         other.start()
-        knock_at(machine.initrd_port)
+        probe(machine.initrd_port)
         other.join()
-    return Sight(*seen.values())
+    return PortStates(*states.values())
 
 
 class Watcher:
     """Checks the ports at most once a second and shares the result."""
 
     def __init__(self, machine: Machine) -> None:
-        self._machine, self._lock = machine, threading.Lock()
-        self._began = -math.inf  # the last look; monotonic seconds
-        self._sight = Sight(Port.UNSEEN, Port.UNSEEN)
+        self._machine = machine
+        self._lock = threading.Lock()
+        self._checked = -math.inf  # when the last check began, in monotonic seconds
+        self._states = PortStates(PortState.UNKNOWN, PortState.UNKNOWN)
 
-    def look(self, now: float) -> Sight:
-        """Return a result at most a second old."""
+    def check(self, now: float) -> PortStates:
+        """Return a result that is at most a second old."""
         with self._lock:
-            if now >= self._began + 1:  # OpenSSH blocks more frequent clients
-                self._sight, self._began = look(self._machine), now
-            return self._sight
+            if now >= self._checked + 1:  # OpenSSH blocks clients that are faster
+                self._states = check_ports(self._machine)
+                self._checked = now
+            return self._states
 
 
 # ---- Unlocking -----------------------------------------------------------------------
 # `waker.py unlock` takes one passphrase for one machine, then exits, and its memory is
-# gone. A verified server may still lie: believe its words only as far as necessary, and
-# report only disk names. After `not_asked`, retrying is safe. Only `check` also imports
-# paramiko.
+# gone. A server whose host key is verified may still lie: it is believed only as far as
+# necessary, and of its words only disk names are reported. Retrying is safe after
+# `not_asked`.
 
 CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
 LOST_SECONDS: Final = 10  # without a sign of life from the machine's kernel: it is gone
 HANDSHAKE_SECONDS: Final = 10  # key exchange, and login: slow boxes take one or two
 END_SECONDS: Final = 3  # for a command to end after its verdict
-MAX_EVENT: Final = 65536  # characters; no initrd writes as many between two events
-MAX_OUTPUT: Final = 1 << 20  # bytes that one command may write
-MAX_DISKS: Final = 16  # that are answered; a machine that lies could ask for ever
-MAX_MESSAGE: Final = 850  # characters; with what may go around it, less than 1,000
-Reports = Iterator[Mapping[str, object]]  # {"sent": True}, then the final result
-# paramiko re-raises whatever ended its thread, so catch everything, after SHORTAGES.
-PEER_ERRORS: Final = Exception
-SHORTAGES: Final = MemoryError, RuntimeError  # our own; a thread that cannot start
+MAX_LINE: Final = 65536  # characters of output; no initrd writes a longer line
+MAX_OUTPUT: Final = 1 << 20  # bytes of output of one command
+MAX_DISKS: Final = 16  # that are answered; a server that lies could ask for ever
+Reports = Iterator[Mapping[str, object]]  # {"sent": True} per answer, then the result
 NO_PARAMIKO: Final = "paramiko is missing or incomplete; install python3-paramiko"
-UNSENT: Final = "The passphrase was not sent."
 NO_PIN: Final = "no host key is pinned; run waker check while the initrd waits"
-
-
-class Outcome(enum.Enum):
-    """The outcome of an unlock, for programs and people; {} is a detail."""
-
-    UNLOCKED = "unlocked", "Unlocked: {}"
-    NOT_CONFIRMED = "not_confirmed", "Not confirmed: the passphrase was sent, but {}"
-    WRONG = "wrong_passphrase", "Wrong passphrase for {}"
-    DEAD = "gave_up", "the initrd has given up on a disk; restart the machine{}"
-    OPEN = "already_open", "no passphrase is needed: every disk is already open"
-    BOOTED = "up", "no passphrase is needed: the system is already up"
-    HOST_KEY = "host_key_differs", "the host key differs: {}"
-    KEY = "key_refused", "the initrd refused our key {}"
-    UNREACHED = "not_asked", "port {}"
-    BROKEN = "not_asked", "the SSH server hung up or fell silent during {}"
-    EARLY = "not_asked", "the initrd is not ready yet; try again in a few seconds"
-    IDLE = "not_asked", "no disk asks for a passphrase: too early, or already open"
-    LOST = "not_asked", "the connection was lost before a disk asked; try again"
-    SILENT = "not_asked", "logged in, but no disk asked for its passphrase in time"
-    ENDED = "not_asked", "the unlock command ended without asking; try again"
-    FLOOD = "not_asked", "the unlock command wrote too much text without asking"
-    MISSING = "error", "logged in, but there is no unlock command: check WAKER_INITRD"
-    REFUSED = "error", "logged in, but the server refuses to run the unlock command"
-    FOREIGN = "error", "a prompt is not for a disk; answer it by hand"
-    MEMORY = "error", "out of memory while talking to the SSH server"
-    ERROR = "error", "{}"
-
-
-class Result(NamedTuple):
-    """The reported result of an unlock; `outcome` is for programs."""
-
-    outcome: str
-    sent: bool  # the passphrase may have been sent
-    message: str
-
-    @classmethod
-    def of(cls, outcome: Outcome, detail: str = "", *, sent: bool) -> "Result":
-        """Build the message; unless obvious, say whether the passphrase was sent."""
-        word, sentence = outcome.value
-        message = f"{sentence.format(detail)}."[:MAX_MESSAGE]
-        if outcome not in (Outcome.UNLOCKED, Outcome.NOT_CONFIRMED, Outcome.WRONG):
-            message += f" The passphrase was {'' if sent else 'not '}sent."
-        return cls(word, sent, message)
-
-
-class NotSent(Exception):
-    """Why the unlock ends before the passphrase was sent."""
-
-    def __init__(self, outcome: Outcome, detail: str = "") -> None:
-        super().__init__(outcome.value[1].format(detail))
-        self.result = Result.of(outcome, detail, sent=False)
+# paramiko re-raises whatever ended its thread, so catch everything, but not what we
+# lack ourselves: memory, or a thread that cannot start.
+PEER_ERRORS: Final = Exception
+SHORTAGES: Final = MemoryError, RuntimeError
 
 
 def open_transport(machine: Machine) -> "Transport":
@@ -552,16 +581,18 @@ def open_transport(machine: Machine) -> "Transport":
     reason = "does not speak SSH"
     try:
         tcp = open_tcp(machine.host, machine.initrd_port, CONNECT_SECONDS)
-        ident = tcp.recv(255, socket.MSG_PEEK)
+        banner = tcp.recv(255, socket.MSG_PEEK)
     except TimeoutError:
-        ident, reason = b"", f"did not answer within {CONNECT_SECONDS} s"
+        banner = b""
+        reason = f"did not answer within {CONNECT_SECONDS} s"
     except OSError as error:
-        ident, reason = b"", f"cannot be reached: {error.strerror}"
-    if not ident or not b"SSH-".startswith(ident[:4]):
+        banner = b""
+        reason = f"cannot be reached: {error.strerror}"
+    if not banner or not b"SSH-".startswith(banner[:4]):
         where = f"{machine.initrd_port} of {machine.host}"
-        raise NotSent(Outcome.UNREACHED, f"{where} {reason}")
+        raise NotSent(Outcome.UNREACHABLE, f"{where} {reason}")
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # packets are small
-    # The rest notices a machine that has lost its power.
+    # Notice a machine that has lost its power.
     tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, LOST_SECONDS // 2)
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
@@ -572,8 +603,8 @@ def open_transport(machine: Machine) -> "Transport":
     options.kex = [name for name in options.kex if "sha1" not in name]
     options.digests = [name for name in options.digests if "sha2" in name]
     options.ciphers = [name for name in options.ciphers if re.search("ctr|gcm", name)]
-    # A server with several host keys is to show the pinned one. Other types stay:
-    # their fingerprint is to be told. RSA signs with rsa-sha2-256 or -512.
+    # Prefer the pinned key type, but accept others so that their fingerprint can be
+    # reported. RSA signs with rsa-sha2-256 or -512.
     pinned = tuple(key.kind.replace("ssh-rsa", "rsa-sha2") for key in machine.host_keys)
     strong = [name for name in options.key_types if name not in ("ssh-rsa", "ssh-dss")]
     options.key_types = sorted(strong, key=lambda name: not name.startswith(pinned))
@@ -581,7 +612,7 @@ def open_transport(machine: Machine) -> "Transport":
 
 
 def exchange_keys(transport: "Transport", machine: Machine) -> HostKey:
-    """Take the host key that the server proved to have. Raises: NotSent."""
+    """Return the host key that the server proved to have. Raises: NotSent."""
     try:
         transport.start_client(timeout=HANDSHAKE_SECONDS)
         key = transport.get_remote_server_key()
@@ -591,7 +622,7 @@ def exchange_keys(transport: "Transport", machine: Machine) -> HostKey:
         kinds = " or ".join(key.kind for key in machine.host_keys) or "none"
         detail = "key exchange; the server and paramiko may share no algorithm or"
         detail += f" host key type (pinned: {kinds})"
-        raise NotSent(Outcome.BROKEN, detail) from None
+        raise NotSent(Outcome.BROKEN_OFF, detail) from None
     return HostKey(key.get_name(), key.asbytes())
 
 
@@ -601,15 +632,16 @@ def verify(seen: HostKey, machine: Machine) -> None:
         pins = " or ".join(fingerprint(key.blob) for key in machine.host_keys)
         detail = f"pinned {pins}, seen {fingerprint(seen.blob)}. Is the system"
         detail += " already up? If not, suspect an impostor"
-        raise NotSent(Outcome.HOST_KEY, detail)
+        raise NotSent(Outcome.OTHER_HOST_KEY, detail)
 
 
 def load_key(path: Path) -> "PKey":
-    """Load our private key, of whichever type it is. Raises: NotSent."""
+    """Load our private key, whatever its type. Raises: NotSent."""
     import paramiko
 
-    if fault := file_fault(path, private=True):
-        raise NotSent(Outcome.ERROR, f"SSH key {fault}")
+    problem = file_problem(path, private=True)
+    if problem:
+        raise NotSent(Outcome.ERROR, f"SSH key {problem}")
     for kind in (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey):
         try:
             return kind.from_private_key_file(str(path))
@@ -633,18 +665,124 @@ def log_in(transport: "Transport", machine: Machine) -> None:
         raise
     except PEER_ERRORS as error:
         if "timeout" in str(error) or not transport.is_active():
-            raise NotSent(Outcome.BROKEN, "login") from None
+            raise NotSent(Outcome.BROKEN_OFF, "login") from None
     if not transport.is_authenticated():
         detail = f"{fingerprint(key.asbytes())} for user {machine.user}: add it"
         detail += " to the initrd's authorized_keys, and rebuild the initrd"
-        raise NotSent(Outcome.KEY, detail)
+        raise NotSent(Outcome.KEY_REFUSED, detail)
 
 
 def to_ascii(data: bytes) -> str:
-    return data.decode("ascii", "replace").replace("\ufffd", "?")
+    return data.decode("ascii", "replace").replace("�", "?")
 
 
-def show_disks(disks: Iterable[str], passphrase: Passphrase) -> str:
+class Command:
+    """One run of the dialect's command, read as a sequence of events."""
+
+    def __init__(self, transport: "Transport", dialect: Dialect) -> None:
+        self._transport = transport
+        self._dialect = dialect
+        self._lines: deque[str] = deque()  # of the output, not yet read as events
+        self._rest = ""  # a line that is not complete yet
+        self._received = 0  # bytes, in all
+        self._channel = transport.open_session()
+        self._channel.set_combine_stderr(True)
+        self._channel.exec_command(dialect.command)
+
+    def _receive(self) -> bool:
+        """Take some output; False if it has ended. Raises: TimeoutError."""
+        data = self._channel.recv(65536)
+        self._received += len(data)
+        *lines, rest = (self._rest + to_ascii(data)).split("\n")
+        self._lines += lines
+        self._rest = rest[-MAX_LINE:]
+        return bool(data)
+
+    def _find_event(self) -> tuple[Outcome, list[str]] | None:
+        """Return the next event in the lines and the disks that it names."""
+        while self._lines:
+            line = self._lines.popleft()
+            for pattern, event in self._dialect.words:
+                found = re.search(pattern, line)
+                if found:
+                    return event, found[1].split(", ") if found.groups() else []
+        return None
+
+    def next_event(self, until: float) -> tuple[Outcome, list[str]]:
+        """Wait for an event, or for the end of the command or of the time."""
+        expired = False
+        while not (event := self._find_event()):
+            if self._received > MAX_OUTPUT:
+                self._transport.close()
+                return Outcome.TOO_MUCH, []
+            if expired:
+                return Outcome.SILENT, []
+            left = until - time.monotonic()
+            expired = left <= 0  # what has arrived in time still counts
+            self._channel.settimeout(max(left, 0))
+            try:
+                continues = self._receive()
+            except TimeoutError:
+                return Outcome.SILENT, []
+            if not continues:
+                self._channel.status_event.wait(END_SECONDS)  # it may come later
+                missing = Outcome.MISSING
+                endings = {0: self._dialect.silence, 126: missing, 127: missing}
+                return endings.get(self._channel.exit_status, Outcome.ENDED), []
+        return event
+
+    def answer(
+        self, passphrase: Passphrase, disks: Sequence[str], until: float
+    ) -> tuple[Outcome, list[str]]:
+        """Send the passphrase for these disks; return the verdict and what it is about.
+
+        What arrived before is no verdict, and neither is the success of another disk.
+        """
+        while self._channel.recv_ready() and self._received <= MAX_OUTPUT:
+            self._receive()
+        self._lines.clear()
+        self._rest = ""
+        with contextlib.suppress(PEER_ERRORS):  # the server may have sent its verdict
+            self._channel.sendall(passphrase.data + self._dialect.ending)
+            if not self._dialect.ending:
+                self._channel.shutdown_write()
+        event, named = self.next_event(until)
+        while event is Outcome.UNLOCKED and not set(named) & set(disks):
+            event, named = self.next_event(until)
+        return event, named or list(disks)
+
+
+def explain_end(transport: "Transport", event: Outcome, deadline: float) -> Outcome:
+    """Return the event; if the connection ended with the command, return why."""
+    if event not in (Outcome.ENDED, Outcome.REFUSED):
+        return event
+    transport.join(1)  # it may be about to notice that the connection has ended
+    if isinstance(transport.saved_exception, MemoryError):
+        return Outcome.NO_MEMORY
+    if transport.is_active():
+        return event
+    return Outcome.LOST if time.monotonic() < deadline else Outcome.SILENT
+
+
+def wait_for_prompt(
+    transport: "Transport", dialect: Dialect, until: float, deadline: float
+) -> tuple[Command, list[str]]:
+    """Run the command until it asks; return the disks that do. Raises: NotSent."""
+    try:
+        command = Command(transport, dialect)
+        event, disks = command.next_event(until)
+        while event in (Outcome.UNLOCKED, Outcome.WRONG_PASSPHRASE):  # not our doing
+            event, disks = command.next_event(until)
+    except SHORTAGES:
+        event = Outcome.NO_MEMORY
+    except PEER_ERRORS:
+        event = Outcome.REFUSED
+    if event is not Outcome.ASKS:
+        raise NotSent(explain_end(transport, event, deadline))
+    return command, disks
+
+
+def show_disks(disks: Sequence[str], passphrase: Passphrase) -> str:
     """Name disks in a message, but repeat neither the passphrase nor long names."""
     secret = to_ascii(passphrase.data)
     shown = ["a disk" if secret in disk else disk[:200] for disk in disks]
@@ -654,163 +792,82 @@ def show_disks(disks: Iterable[str], passphrase: Passphrase) -> str:
     return "a disk" if is_split else text[:600]
 
 
-class Command:
-    """One run of the dialect's command, read as a sequence of events."""
-
-    def __init__(self, transport: "Transport", dialect: Dialect) -> None:
-        self._transport, self._dialect = transport, dialect
-        self._output = ""  # since the last event
-        self._received = 0  # bytes, in all
-        self._channel = transport.open_session()
-        self._channel.set_combine_stderr(True)
-        self._channel.exec_command(dialect.command)
-
-    def _receive(self) -> str:
-        data = self._channel.recv(65536)
-        self._received += len(data)
-        return to_ascii(data)
-
-    def next_event(self, until: float) -> tuple[str, list[str]]:
-        """Wait for an event of the dialect, the end of the command, or else silence.
-
-        Returns the event and the disks that it names.
-        """
-        expired = False
-        while not (found := self._dialect.events.search(self._output)):
-            if self._received > MAX_OUTPUT:
-                self._transport.close()
-                return "FLOOD", []
-            if expired:
-                return "SILENT", []
-            left = until - time.monotonic()
-            expired = left <= 0  # then look once more at what has arrived in time
-            self._channel.settimeout(max(left, 0))
-            try:
-                text = self._receive()
-            except TimeoutError:
-                return "SILENT", []
-            if not text:
-                self._channel.status_event.wait(END_SECONDS)  # it may follow
-                endings = {0: self._dialect.silence, 126: "MISSING", 127: "MISSING"}
-                return endings.get(self._channel.exit_status, "ENDED"), []
-            self._output = self._output[-MAX_EVENT:] + text
-        self._output = self._output[found.end() :]
-        event = str(found.lastgroup)
-        return event, found[event].split(", ") if found[event] else []
-
-    def answer(
-        self, passphrase: Passphrase, asking: Sequence[str], until: float
-    ) -> tuple[str, list[str]]:
-        """Send the passphrase, exactly; returns the verdict and the disks it is about.
-
-        What arrived before is no verdict, and neither is the success of another disk.
-        """
-        self._output = ""
-        while self._channel.recv_ready() and self._received <= MAX_OUTPUT:
-            self._receive()
-        with contextlib.suppress(PEER_ERRORS):  # what arrives nevertheless still counts
-            self._channel.sendall(passphrase.data + self._dialect.ending)
-            if not self._dialect.ending:
-                self._channel.shutdown_write()
-        event, disks = self.next_event(until)
-        while event == "opened" and not set(disks) & set(asking):
-            event, disks = self.next_event(until)
-        return event, disks or list(asking)
-
-
-def classify_end(transport: "Transport", event: str, deadline: float) -> str:
-    """Say why a command ended: LOST or MEMORY, or SILENT if we hung up."""
-    if event in ("ENDED", "REFUSED"):
-        transport.join(1)  # it may be about to notice that the connection has ended
-        if isinstance(transport.saved_exception, MemoryError):
-            return "MEMORY"
-        if not transport.is_active():
-            return "LOST" if time.monotonic() < deadline else "SILENT"
-    return event
-
-
-def explain_failure(event: str, disks: str, opened: str, warning: str) -> Result:
-    """Return the result for an event other than `opened` after sending."""
-    if event == "rejected":
-        return Result.of(Outcome.WRONG, disks + opened + warning, sent=True)
-    if event == "DEAD":
-        return Result.of(Outcome.DEAD, opened, sent=True)
-    reasons = {
-        "LOST": "the connection was lost before the initrd confirmed it",
-        "MEMORY": "waker ran out of memory before the initrd confirmed it",
-        "ANOTHER": "another disk is asking; unlock again",
-    }
-    reason = reasons.get(event, "the initrd did not confirm it")
-    return Result.of(Outcome.NOT_CONFIRMED, reason + opened, sent=True)
+def explain_failure(event: Outcome, disks: str, unlocked: str, warning: str) -> Result:
+    """Return the result for anything but UNLOCKED after the passphrase was sent."""
+    if event is Outcome.WRONG_PASSPHRASE:
+        subject = disks if disks.startswith("a disk") else f"disk {disks}"
+        detail = subject + unlocked + warning
+        return Result.of(Outcome.WRONG_PASSPHRASE, detail, sent=True)
+    if event in (Outcome.GAVE_UP, Outcome.ASKS, Outcome.ONE_MORE):
+        return Result.of(event, unlocked, sent=True)
+    reason = "the initrd did not confirm it"
+    if event is Outcome.LOST:
+        reason = "the connection was lost before the initrd confirmed it"
+    if event is Outcome.NO_MEMORY:
+        reason = "waker ran out of memory before the initrd confirmed it"
+    return Result.of(Outcome.NOT_CONFIRMED, reason + unlocked, sent=True)
 
 
 def answer_disks(
     transport: "Transport", machine: Machine, passphrase: Passphrase, deadline: float
 ) -> Reports:
     """Answer each disk that asks, once, until no new disk asks. Raises: NotSent."""
-    answered: set[str] = set()
     opened: list[str] = []
+    answered: set[str] = set()
+    dialect = machine.dialect
     until = min(deadline, time.monotonic() + 60)  # an emulated machine took 30 s
     while True:
         try:
-            command = Command(transport, machine.dialect)
-            event, disks = command.next_event(until)
-        except SHORTAGES:
-            event = "MEMORY"
-        except PEER_ERRORS:
-            event = "REFUSED"
-        if event != "asks":
+            command, asking = wait_for_prompt(transport, dialect, until, deadline)
+        except NotSent:
+            if not opened:
+                raise
             break
-        if answered & set(disks):
-            event = "AGAIN"  # never answer a disk twice
+        if answered & set(asking):  # never answer a disk twice
+            event, named = Outcome.ASKS, asking
         elif len(answered) >= MAX_DISKS:
-            event = "ANOTHER"
+            event, named = Outcome.ONE_MORE, asking
         else:
-            answered.update(disks)
+            answered.update(asking)
             yield {"sent": True}
-            event, disks = command.answer(passphrase, disks, deadline)
-        if event != "opened":
-            event = classify_end(transport, event, deadline)
-            names = show_disks(disks, passphrase)
-            where = names if names.startswith("a disk") else f"disk {names}"
-            others = f"; unlocked: {show_disks(opened, passphrase)}" if opened else ""
-            warning = machine.dialect.warning
-            yield explain_failure(event, where, others, warning)._asdict()
+            event, named = command.answer(passphrase, asking, deadline)
+        if event is not Outcome.UNLOCKED:
+            event = explain_end(transport, event, deadline)
+            disks = show_disks(named, passphrase)
+            unlocked = f"; unlocked: {show_disks(opened, passphrase)}" if opened else ""
+            yield explain_failure(event, disks, unlocked, dialect.warning)._asdict()
             return
-        opened += disks
-        answered.update(disks)
+        opened += named
+        answered.update(named)
         # Dropbear may end a channel that is opened before the last one has ended.
         command.next_event(time.monotonic() + END_SECONDS)
         until = min(deadline, time.monotonic() + 15)  # seconds, for the next disk
-    if not opened:
-        event = classify_end(transport, event, deadline)
-        raise NotSent(Outcome.__members__.get(event, Outcome.ENDED))
-    names = show_disks(opened, passphrase)
-    yield Result.of(Outcome.UNLOCKED, names, sent=True)._asdict()
+    disks = show_disks(opened, passphrase)
+    yield Result.of(Outcome.UNLOCKED, disks, sent=True)._asdict()
 
 
 def unlock(machine: Machine, passphrase: Passphrase, deadline: float) -> Reports:
-    """Unlock the disks; yields a notice before sending, then the result."""
+    """Unlock the disks; yield a notice before sending, then the result."""
     sent = False
     try:
         if not machine.host_keys:
             raise NotSent(Outcome.ERROR, NO_PIN)
         transport = open_transport(machine)
-        # Some of paramiko's waits know no timeout, but all end with the connection.
+        # Some of paramiko's waits have no timeout, but all end with the connection.
         watchdog = threading.Timer(deadline - time.monotonic(), transport.close)
         watchdog.daemon = True
         watchdog.start()
         verify(exchange_keys(transport, machine), machine)
         log_in(transport, machine)
         for report in answer_disks(transport, machine, passphrase, deadline):
-            sent = True  # as its first report says
+            sent = True  # as the first report says
             yield report
     except NotSent as why:
         yield why.result._asdict()
     except SHORTAGES:
-        result = Result.of(Outcome.MEMORY, sent=False)
+        result = Result.of(Outcome.NO_MEMORY, sent=False)
         if sent:
-            result = explain_failure("MEMORY", "", "", "")
+            result = explain_failure(Outcome.NO_MEMORY, "", "", "")
         yield result._asdict()
 
 
@@ -829,14 +886,15 @@ class Unlocker:
 
     def claim(self, purpose: str) -> None:
         """Reserve the unlocker. Raises: Fault 409 if it is taken; 500."""
-        fault = file_fault(self._machine.key, private=True)
-        fault = fault and f"SSH key {fault}"
-        if not importlib.util.find_spec("paramiko"):  # importing it would cost 20 MB
-            fault = NO_PARAMIKO
+        problem = file_problem(self._machine.key, private=True)
+        if problem:
+            problem = f"SSH key {problem}"
+        if not importlib.util.find_spec("paramiko"):  # importing it would take 20 MB
+            problem = NO_PARAMIKO
         if not self._machine.host_keys:
-            fault = NO_PIN
-        if fault:
-            raise Fault(500, f"Failed to {purpose}: {fault}. {UNSENT}")
+            problem = NO_PIN
+        if problem:
+            raise Fault(500, f"Failed to {purpose}: {problem}. {UNSENT}")
         if not self.claimed.acquire(blocking=False):
             raise Fault(409, "Another unlock or start is running; wait for it to end")
 
@@ -864,8 +922,8 @@ class Unlocker:
 
         given = b"" if cancelled.is_set() else passphrase.data
         try:
-            # Nothing can delay or lose a passphrase that is in the pipe beforehand. The
-            # process inherits blocked signals, and a session keeps SIGHUP away from it.
+            # Nothing can delay or lose a passphrase that is already in the pipe. The
+            # child inherits blocked signals; its own session keeps SIGHUP away.
             reader, writer = os.pipe()
             with io.FileIO(writer, "w") as pipe:
                 pipe.write(given)  # 4 KiB would fit
@@ -971,8 +1029,9 @@ NOT_VALUES: Final = (
 
 def read_env_file(path: Path) -> dict[str, str]:
     """Read its lines WAKER_NAME=value. Raises: ConfigError, which quotes no line."""
-    if fault := file_fault(path):
-        raise ConfigError(fault)
+    problem = file_problem(path)
+    if problem:
+        raise ConfigError(problem)
     try:
         text = path.read_text("utf-8-sig")  # some editors begin with a mark
     except UnicodeDecodeError:
@@ -1013,9 +1072,9 @@ def find_conflicts(parsed: Mapping[str, object]) -> Iterator[str]:
     for name, path in parsed.items():
         unused = name == "WAKER_SSH_KEY" and get("WAKER_SSH_HOST_KEY") == ()
         if isinstance(path, Path) and not unused:
-            fault = file_fault(path, private=name.endswith("KEY"))
-            if fault:
-                yield f"{name} {fault}"
+            problem = file_problem(path, private=name.endswith("KEY"))
+            if problem:
+                yield f"{name} {problem}"
 
 
 def parse_settings(count: int, values: Mapping[str, str], folder: Path) -> list[Any]:
@@ -1177,11 +1236,11 @@ class Starter:
         why = "did not wake: check power, network cable and Wake-on-LAN."
         while True:
             now = time.monotonic()
-            sight = self._watcher.look(now)
+            ports = self._watcher.check(now)
             self._pause(start, 0)
-            if sight.system is Port.OPEN:
+            if ports.system is PortState.OPEN:
                 raise Ended("done", "up", f"The system is already up. {UNSENT}")
-            if sight.initrd is Port.OPEN:
+            if ports.initrd is PortState.OPEN:
                 self._report(start, "unlocking", None, told)
                 result = self._unlocker.run(passphrase, start.cancelled, start.sent)
                 give_up = min(give_up, time.monotonic() + 120)  # seconds for a prompt
@@ -1193,7 +1252,7 @@ class Starter:
                 continue
             if now > deadline:
                 raise Ended("failed", "not_awake", f"The machine {why} {UNSENT}")
-            if Port.CLOSED in sight:  # it is awake, if only to refuse a connection
+            if PortState.CLOSED in ports:  # it is awake, if only to refuse a connection
                 message = "The machine is awake and starting up"
                 why = "woke, but the SSH port of its initrd stayed closed."
             elif now >= packet_due:
@@ -1216,14 +1275,14 @@ class Starter:
             if start.cancelled.wait(1):  # second
                 raise Ended("cancelled", result.outcome, message)
             now = time.monotonic()
-            sight = self._watcher.look(now)
-            if sight.system is Port.OPEN:
+            ports = self._watcher.check(now)
+            if ports.system is PortState.OPEN:
                 up = "The system is up."
                 text = f"{message} {up}" if confirmed else f"{up} {result.message}"
                 raise Ended("done", "up", text)
             late = now >= began + self._config.doubt_seconds
             message = result.message
-            if late and sight.initrd is Port.OPEN and not confirmed:
+            if late and ports.initrd is PortState.OPEN and not confirmed:
                 message = STILL_LOCKED
             self._report(start, "booting", result.outcome, message)
         raise Ended("failed", "not_up", f"{message} The system has not answered yet.")
@@ -1275,13 +1334,13 @@ class Starter:
                 raise Fault(409, "No start is running")
             self._last.cancelled.set()
 
-    def members(self, now: float, sight: Sight) -> dict[str, object] | None:
+    def members(self, now: float, ports: PortStates) -> dict[str, object] | None:
         """Return the last start for the status; None if there is none to mention."""
         with self._lock:
             start = self._last
             # Another host key stays: any program may listen on the system's port.
             keep = start.phase == "done" or start.outcome == "host_key_differs"
-            if start.phase in ENDINGS and sight.system is Port.OPEN and not keep:
+            if start.phase in ENDINGS and ports.system is PortState.OPEN and not keep:
                 start.ended = -math.inf  # forget it
             if start.ended + KEPT_SECONDS < now:
                 return None
@@ -1461,9 +1520,9 @@ def post_auth(app: App, request: Request) -> Response:
 
 
 def get_status(app: App, request: Request) -> Response:
-    sight = app.watcher.look(request.now)
-    start = app.starter.members(request.now, sight)
-    return Response({"name": app.config.name, **sight.members(), "start": start})
+    ports = app.watcher.check(request.now)
+    start = app.starter.members(request.now, ports)
+    return Response({"name": app.config.name, **ports.members(), "start": start})
 
 
 def post_wol(app: App, request: Request) -> Response:
@@ -1890,7 +1949,7 @@ def check_unlocking(machine: Machine, *, waits: bool) -> Iterator[Finding]:
     except (ImportError, AttributeError) as error:
         yield thing, f"{NO_PARAMIKO} ({error})", WRONG
     except SHORTAGES:
-        yield thing, Outcome.MEMORY.value[1], WRONG
+        yield thing, Outcome.NO_MEMORY.value[1], WRONG
     except NotSent as why:
         yield thing, str(why), WRONG
 
@@ -1902,16 +1961,16 @@ def check_machine(machine: Machine) -> Iterator[Finding]:
         ports = {"common port": machine.initrd_port}
     waits = True
     for thing, port in ports.items():
-        did, ident = knock(machine.host, port, read_ident=True)
+        did, ident = probe_port(machine.host, port, banner=True)
         seen, verdict = f"{port} {did.value}", UNSEEN
-        if did is Port.OPEN:
+        if did is PortState.OPEN:
             seen, verdict = f"{seen}; it says {ident or 'nothing'}", OK
         in_dropbears_place = thing == "initrd's port" and "OpenSSH" in ident
         if in_dropbears_place and machine.dialect.name == "cryptroot":
             seen += ": is this the booted system? If not, set WAKER_INITRD=systemd"
             verdict, waits = WRONG, False
         yield thing, seen, verdict
-    waits = waits and look(machine).members()["state"] == "locked"
+    waits = waits and check_ports(machine).members()["state"] == "locked"
     yield from check_unlocking(machine, waits=waits)
 
 
@@ -2078,7 +2137,7 @@ def main(argv: Sequence[str]) -> int:
         if arguments.command in ("unlock", "state"):
             machine = Machine(*parse_settings(len(Machine._fields), values, folder))
             if arguments.command == "state":
-                print(json.dumps(look(machine).members()))
+                print(json.dumps(check_ports(machine).members()))
                 return 0
             for told in unlock_once(machine, arguments.seconds):
                 print(json.dumps(told), flush=True)

@@ -68,8 +68,10 @@ def process(port: int, script: str, *options: str) -> Iterator[None]:
     command = [need("unshare"), "--mount", *options, "sh", "-ec", script]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
-            is_open = waker.Port.OPEN, ""
-            wait_for(lambda: waker.knock("127.0.0.1", port) == is_open or server.poll())
+            is_open = waker.PortState.OPEN, ""
+            wait_for(
+                lambda: waker.probe_port("127.0.0.1", port) == is_open or server.poll()
+            )
             assert server.poll() is None, server.communicate()[1]
             yield
         finally:

@@ -136,7 +136,7 @@ KEYS = "pinned SHA256:" + "x" * 43 + ", shown SHA256:" + "y" * 43
 CANCELLED = "Cancelled. The passphrase was not sent."
 NOT_AWAKE = "The machine did not wake: check power, network cable and Wake-on-LAN."
 PACKET = "Magic packet sent to 52:54:00:12:34:56 from 192.168.1.2"
-EARLY = "Failed to unlock: " + told(Outcome.EARLY, sent=False)
+EARLY = "Failed to unlock: " + told(Outcome.TOO_EARLY, sent=False)
 
 
 def fail(phone: Phone, outcome: Outcome, detail: str = "", *, sent: bool) -> None:
@@ -231,17 +231,17 @@ def during_a_start(phone: Phone, client: Client) -> Iterator[str]:
 def after_a_start(phone: Phone, client: Client) -> Iterator[str]:
     phone.page.clock.install()
     phone.tell("off").open(client).give_pin().sees("ready")
-    fail(phone, Outcome.WRONG, "cryptroot", sent=True)
+    fail(phone, Outcome.WRONG_PASSPHRASE, "cryptroot", sent=True)
     yield "wrong passphrase"
-    fail(phone, Outcome.HOST_KEY, KEYS, sent=False)
+    fail(phone, Outcome.OTHER_HOST_KEY, KEYS, sent=False)
     yield "another host key"
     phone.open_details("Details").reads(KEYS)
     yield "another host key, details"
-    fail(phone, Outcome.KEY, "SHA256:" + "z" * 43, sent=False)
+    fail(phone, Outcome.KEY_REFUSED, "SHA256:" + "z" * 43, sent=False)
     yield "key refused"
     fail(phone, Outcome.IDLE, sent=False)
     yield "nothing asks"
-    fail(phone, Outcome.DEAD, sent=True)
+    fail(phone, Outcome.GAVE_UP, sent=True)
     yield "given up"
     phone.tell("off", "failed", "not_awake", NOT_AWAKE).reads(NOT_AWAKE)
     yield "not awake"
@@ -254,7 +254,7 @@ def after_a_start(phone: Phone, client: Client) -> Iterator[str]:
     yield "typing, time over"
     phone.press("Wake and unlock").sees("pin").reads("Your PIN again, please")
     yield "PIN again"
-    phone.tell("locked", "failed", "gave_up", told(Outcome.DEAD))
+    phone.tell("locked", "failed", "gave_up", told(Outcome.GAVE_UP))
     phone.log_in_again().reads("Last time: The initrd has given up")
     yield "failed last time"
     phone.lose_connection().reads("waker does not answer")

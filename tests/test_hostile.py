@@ -208,12 +208,12 @@ CASES: dict[str, tuple[str, str, Runs, int, str, int]] = {
             (says("asks root, home"), reads, says("opened root")),
             (says("asks home"), reads, says("opened home")),
         ],
-        *(500, f"{NO_VERDICT}; unlocked: root;", 1),
+        *(500, f"{DOUBT}a disk is asking again; unlocked: root;", 1),
     ),
     "asks again after its own success": (
         *("systemd", PASSPHRASE),
         [(says("asks root"), reads, says("opened root"))],
-        *(500, f"{NO_VERDICT}; unlocked: root;", 1),
+        *(500, f"{DOUBT}a disk is asking again; unlocked: root;", 1),
     ),
     "asks after it was reported as open": (
         *("systemd", PASSPHRASE),
@@ -221,7 +221,7 @@ CASES: dict[str, tuple[str, str, Runs, int, str, int]] = {
             (says("asks root"), reads, says("opened home, root")),
             (says("asks home"), reads, says("opened home")),
         ],
-        *(500, f"{NO_VERDICT}; unlocked: home, root;", 1),
+        *(500, f"{DOUBT}a disk is asking again; unlocked: home, root;", 1),
     ),
     "the second disk rejects": (
         *("cryptroot", PASSPHRASE),
@@ -384,11 +384,14 @@ def test_what_is_in_the_channel_before_sending_is_no_verdict(tmp_path: Path) -> 
             waker.log_in(transport, machine)
             command = waker.Command(transport, machine.dialect)
             until = time.monotonic() + 60
-            assert command.next_event(until) == ("asks", ["root"])
+            assert command.next_event(until) == (waker.Outcome.ASKS, ["root"])
             more.set()
             wait_for(command._channel.recv_ready)  # noqa: SLF001
             given = waker.Passphrase(PASSPHRASE)
-            assert command.answer(given, ["root"], until) == ("ENDED", ["root"])
+            assert command.answer(given, ["root"], until) == (
+                waker.Outcome.ENDED,
+                ["root"],
+            )
 
 
 @pytest.mark.parametrize(

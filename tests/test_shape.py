@@ -72,7 +72,7 @@ def test_nothing_at_module_level_can_change() -> None:
 OPENS = r"(?<!tls)\.open\(|(?<![.\w])(?<!def )open\(|\b(read|write)_(text|bytes)\("
 NETWORK = r"socket\.(socket|create_\w+|getaddrinfo)\(|\.connect\(\(|sendto\("
 CLOCKED = (
-    "knock Command classify_end answer_disks unlock Unlocker Starter Incoming"
+    "probe_port Command explain_end answer_disks unlock Unlocker Starter Incoming"
     " read_request"
 )
 
@@ -82,7 +82,7 @@ CLOCKED = (
     [
         (NETWORK, "open_tcp find_source wake listen"),
         (r"\btime\.(?!sleep)\w+\(", f"{CLOCKED} Handler read_passphrase unlock_once"),
-        (rf"{OPENS}|key_file\(", "file_fault read_env_file load_page load_key main"),
+        (rf"{OPENS}|key_file\(", "file_problem read_env_file load_page load_key main"),
         (r"subprocess\.\w+\(|os\.(system|exec|spawn|fork)", "Unlocker"),
         (r"environ\b|getenv|sys\.std", "main"),
         (r"signal\.", "serve unlock_once print_table"),

@@ -130,7 +130,7 @@ def test_a_start_that_fails_says_why_for_an_hour(
     config = config._replace(machine=config.machine._replace(**ports), mac=mac)
     config = config._replace(**{"start_seconds": 3, "packet_seconds": 0.1} | figures)
     app, passphrase = new_app(config), waker.Passphrase("x")
-    off = waker.Sight(waker.Port.SILENT, waker.Port.SILENT)
+    off = waker.PortStates(waker.PortState.SILENT, waker.PortState.SILENT)
     with no_threads(), pytest.raises(waker.Fault) as fault:
         app.starter.begin(passphrase, 0)
     assert (fault.value.status, fault.value.headers) == (503, (("Retry-After", "5"),))
@@ -162,7 +162,7 @@ def test_a_later_packet_that_fails_does_not_end_the_start(
     config = waker.read_config(settings, tmp_path)._replace(packet_seconds=0.1)
     starter = new_app(config).starter
 
-    off = waker.Sight(waker.Port.SILENT, waker.Port.SILENT)
+    off = waker.PortStates(waker.PortState.SILENT, waker.PortState.SILENT)
 
     def message() -> str:
         told: Any = starter.members(time.monotonic(), off)

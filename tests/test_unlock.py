@@ -39,9 +39,10 @@ RIGHT = PASSPHRASE.encode()
 ONE = {"d": PASSPHRASE}
 THREE = {"root": ODD, "home": " ", "data": " "}
 WRONG = "wrong_passphrase: Wrong passphrase for disk "
-NOT_CONFIRMED = "not_confirmed: Not confirmed: the passphrase was sent, but the "
-NO_VERDICT = f"{NOT_CONFIRMED}initrd did not confirm it."
-LOST = f"{NOT_CONFIRMED}connection was lost before the initrd confirmed it."
+NOT_CONFIRMED = "not_confirmed: Not confirmed: the passphrase was sent, but "
+NO_VERDICT = f"{NOT_CONFIRMED}the initrd did not confirm it."
+AGAIN = f"{NOT_CONFIRMED}a disk is asking again"
+LOST = f"{NOT_CONFIRMED}the connection was lost before the initrd confirmed it."
 NOT_SENT = " The passphrase was not sent."
 # Seconds that include five to tell the outcome in. What waits to the end of its time
 # waits for the other seven; a busy machine needs some of them to log in.
@@ -154,7 +155,7 @@ def test_what_arrived_before_the_deadline_counts(tmp_path: Path) -> None:
             waker.log_in(transport, machine)
             command = waker.Command(transport, machine.dialect)
             past = time.monotonic()
-            asks = "asks", ["d"]
+            asks = waker.Outcome.ASKS, ["d"]
             wait_for(lambda: command.next_event(past), lambda event: event == asks)
 
 
@@ -165,7 +166,7 @@ def test_a_disk_that_asks_again_is_not_called_unlocked(tmp_path: Path) -> None:
         count = tmp_path / "count"
         initrd.command.write_text(f"#!/bin/sh\necho >>{count}\n{words}\n")
         told = unlock(initrd.machine())
-        assert told == f"{NO_VERDICT.removesuffix('.')}; unlocked: d."
+        assert told == f"{AGAIN}; unlocked: d."
         assert len(count.read_text()) == 2
 
 

@@ -17,10 +17,10 @@ import waker
 
 __all__ = ["home"]  # a fixture
 
-OPEN, CLOSED, SILENT, UNSEEN = waker.Port
-LOCKED = waker.Sight(OPEN, CLOSED)
-OFF = waker.Sight(SILENT, SILENT)
-NOTHING = waker.Sight(UNSEEN, UNSEEN)
+OPEN, CLOSED, SILENT, UNKNOWN = waker.PortState
+LOCKED = waker.PortStates(OPEN, CLOSED)
+OFF = waker.PortStates(SILENT, SILENT)
+NOTHING = waker.PortStates(UNKNOWN, UNKNOWN)
 
 
 @pytest.mark.parametrize(
@@ -31,15 +31,15 @@ NOTHING = waker.Sight(UNSEEN, UNSEEN)
         (SILENT, CLOSED, "booting"),
         (OPEN, CLOSED, "locked"),
         (OPEN, OPEN, "up"),
-        (UNSEEN, OPEN, "up"),
-        (OPEN, UNSEEN, "unknown"),
-        (UNSEEN, SILENT, "unknown"),
+        (UNKNOWN, OPEN, "up"),
+        (OPEN, UNKNOWN, "unknown"),
+        (UNKNOWN, SILENT, "unknown"),
     ],
 )
 def test_two_ports_tell_the_state(
-    initrd: waker.Port, system: waker.Port, state: str
+    initrd: waker.PortState, system: waker.PortState, state: str
 ) -> None:
-    assert waker.Sight(initrd, system).members() == {
+    assert waker.PortStates(initrd, system).members() == {
         "state": state,
         "reachable": bool({OPEN, CLOSED} & {initrd, system}),
         "initrd_ssh_open": initrd is OPEN,
@@ -51,19 +51,19 @@ def test_two_ports_tell_the_state(
     ("says", "sight"),
     [
         (f"{DROPBEAR}\r\nkey exchange of OpenSSH", LOCKED),
-        (f"{OPENSSH}\r\nkey exchange of dropbear", waker.Sight(CLOSED, OPEN)),
+        (f"{OPENSSH}\r\nkey exchange of dropbear", waker.PortStates(CLOSED, OPEN)),
         ("", NOTHING),
     ],
 )
 def test_a_shared_port_is_told_by_its_identification(
-    config: waker.Config, says: str, sight: waker.Sight
+    config: waker.Config, says: str, sight: waker.PortStates
 ) -> None:
     with bind("127.0.0.1", 0) as listener, ThreadPoolExecutor() as pool:
         port = int(listener.getsockname()[1])
         machine = config.machine._replace(initrd_port=port, system_port=port)
-        assert waker.look(machine) == waker.Sight(CLOSED, CLOSED)
+        assert waker.check_ports(machine) == waker.PortStates(CLOSED, CLOSED)
         listener.listen()
-        looking = pool.submit(waker.look, machine)
+        looking = pool.submit(waker.check_ports, machine)
         with listener.accept()[0] as tcp:
             tcp.sendall(says.encode())
             assert looking.result() == sight
@@ -75,10 +75,10 @@ def test_who_does_not_answer_is_off_within_a_second_and_our_own_failure_is_told(
     router = home[0]
     there = config.machine._replace(host="192.168.77.20")
 
-    def sees_in_time(sight: waker.Sight) -> bool:
+    def sees_in_time(sight: waker.PortStates) -> bool:
         began = time.monotonic()
         # The thread that looks begins in the namespace of the one that made it.
-        assert router.run(lambda: waker.look(there)) == sight
+        assert router.run(lambda: waker.check_ports(there)) == sight
         return time.monotonic() < began + 1
 
     for change, sight in (
@@ -99,11 +99,13 @@ def test_a_port_is_not_open_because_no_error_is_found(home: Home) -> None:
     pause = Path("/proc/sys/net/ipv4/neigh/lan/retrans_time_ms")
     home[0].run(lambda: pause.write_text("50"))
 
-    def take_error() -> tuple[int, tuple[waker.Port, str]]:
+    def take_error() -> tuple[int, tuple[waker.PortState, str]]:
         with socket.socket() as tcp:  # the next socket gets its number
             error, place = 0, (tcp.fileno(), tcp.family, tcp.type)
         with ThreadPoolExecutor() as pool:
-            knock = pool.submit(home[0].run, lambda: waker.knock("192.168.77.99", 22))
+            knock = pool.submit(
+                home[0].run, lambda: waker.probe_port("192.168.77.99", 22)
+            )
             while not (error or knock.done()):
                 # Until it is there, the number is nobody's, or another file's.
                 with contextlib.suppress(OSError), socket.fromfd(*place) as same:
@@ -112,12 +114,12 @@ def test_a_port_is_not_open_because_no_error_is_found(home: Home) -> None:
         return error, knock.result()
 
     # Who is late for want of a processor may take the next one.
-    assert wait_for(take_error, lambda seen: seen[0])[1] == (UNSEEN, "")
+    assert wait_for(take_error, lambda seen: seen[0])[1] == (UNKNOWN, "")
 
 
 def test_without_a_thread_nothing_is_claimed(config: waker.Config) -> None:
     with no_threads():
-        assert waker.look(config.machine) == NOTHING
+        assert waker.check_ports(config.machine) == NOTHING
 
 
 def test_a_port_is_not_knocked_at_twice_a_second(config: waker.Config) -> None:
@@ -127,10 +129,10 @@ def test_a_port_is_not_knocked_at_twice_a_second(config: waker.Config) -> None:
         number = int(port.getsockname()[1])
         machine = config.machine._replace(initrd_port=number, system_port=free_port())
         watcher = waker.Watcher(machine)
-        asked = pool.map(watcher.look, [100 + n / 100 for n in range(20)])
+        asked = pool.map(watcher.check, [100 + n / 100 for n in range(20)])
         assert set(asked) == {LOCKED}
-        assert watcher.look(100.9) == LOCKED
-        assert watcher.look(101.2) == LOCKED
+        assert watcher.check(100.9) == LOCKED
+        assert watcher.check(101.2) == LOCKED
         port.setblocking(False)
         for _ in range(2):
             with port.accept()[0] as connection:
