@@ -948,32 +948,32 @@ class Unlocker:
 
 
 # ---- Configuration -------------------------------------------------------------------
-# One table drives parsing and --help. Waker reports all mistakes together, with the
-# valid form but not the value, which may be a misplaced secret. An unknown WAKER_
+# One table drives parsing and --help. All mistakes are reported together, each with the
+# valid form but without the value, which may be a misplaced secret. An unknown WAKER_
 # name is a mistake: a typo must not weaken anything silently.
 
 ENV_FILE: Final = "/etc/waker/waker.env"
 
 
 class ConfigError(Exception):
-    """What is wrong with the configuration: a line per mistake."""
+    """What is wrong with the configuration, one mistake per line."""
 
 
-def matching(pattern: str, text: str) -> str:
-    """Take a text that matches the pattern as a whole. Raises: ValueError."""
+def match_whole(pattern: str, text: str) -> str:
+    """Return a text that matches the pattern as a whole."""
     if not re.fullmatch(pattern, text, re.ASCII):
         raise ValueError
     return text
 
 
 def parse_port(text: str) -> int:
-    if int(matching("[1-9][0-9]{0,4}", text)) > 65535:
+    if int(match_whole("[1-9][0-9]{0,4}", text)) > 65535:
         raise ValueError
     return int(text)
 
 
 def parse_path(text: str) -> Path | None:
-    return Path(matching(r"[^\x00-\x1f]+", text)) if text else None
+    return Path(match_whole(r"[^\x00-\x1f]+", text)) if text else None
 
 
 def parse_dialect(text: str) -> Dialect:
@@ -981,7 +981,7 @@ def parse_dialect(text: str) -> Dialect:
 
 
 def parse_listen(text: str) -> Address:
-    """Read `ADDRESS:PORT`, an IPv6 address in brackets; port 0 is any free one."""
+    """Parse ADDRESS:PORT, with an IPv6 address in brackets; port 0 is any free one."""
     found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([0-9.]+)):([0-9]{1,5})", text)
     if not found or int(found[3]) > 65535:
         raise ValueError
@@ -993,31 +993,33 @@ def parse_networks(text: str) -> tuple[Network, ...]:
     return tuple(ipaddress.ip_network(part.strip()) for part in parts)
 
 
-# Name, default, parser (raises ValueError), what is right; more words for a mistake.
-# In the order of Machine and Config. From the environment or FILE; empty means not set.
+# Name, default, parser, valid form. (What follows a `;` is shown only after a mistake.)
+# In the order of Machine and Config. An empty value means that a setting is not set.
 Setting = tuple[str, str, Callable[[str], object], str]
-USER: Final = functools.partial(matching, "[!-~]{1,64}")
-TITLE: Final = functools.partial(matching, "[^\x00-\x1f\x7f-\x9f]{0,64}")
-HOST: Final = "an IP address such as 192.168.1.20; `ping NAME` tells that of a name"
-KEYS: Final = "a line such as ssh-ed25519 AAAA...; the whole key, not its fingerprint"
+PARSE_USER: Final = functools.partial(match_whole, "[!-~]{1,64}")
+PARSE_NAME: Final = functools.partial(match_whole, "[^\x00-\x1f\x7f-\x9f]{0,64}")
+ADDRESS_FORM: Final = "an IP address such as 192.168.1.20; `ping NAME` shows it"
+KEY_FORM: Final = (
+    "a line such as ssh-ed25519 AAAA...; the whole key, not its fingerprint"
+)
 SETTINGS: Final[tuple[Setting, ...]] = (
-    ("WAKER_HOMELAB_HOST", "", plain_address, HOST),
+    ("WAKER_HOMELAB_HOST", "", plain_address, ADDRESS_FORM),
     ("WAKER_INITRD", "cryptroot", parse_dialect, "cryptroot (dropbear) or systemd"),
     ("WAKER_INITRD_SSH_PORT", "2222", parse_port, "a port, 1 to 65535"),
     ("WAKER_SYSTEM_SSH_PORT", "22", parse_port, "a port, 1 to 65535"),
-    ("WAKER_SSH_USER", "root", USER, "a user's name"),
+    ("WAKER_SSH_USER", "root", PARSE_USER, "a user's name"),
     ("WAKER_SSH_KEY", "ssh_key", parse_path, "the path of the SSH key"),
-    ("WAKER_SSH_HOST_KEY", "", HostKey.parse_all, KEYS),
+    ("WAKER_SSH_HOST_KEY", "", HostKey.parse_all, KEY_FORM),
     ("WAKER_HOMELAB_MAC", "", parse_mac, "a MAC address such as 52:54:00:12:34:56"),
     ("WAKER_HOMELAB_BROADCAST", "255.255.255.255", IPv4Address, "an IPv4 address"),
-    ("WAKER_HOMELAB_NAME", "", TITLE, "a name of at most 64 characters"),
+    ("WAKER_HOMELAB_NAME", "", PARSE_NAME, "a name of at most 64 characters"),
     ("WAKER_PIN", "", Pin, "8 to 128 characters, without a space at either end"),
     ("WAKER_LISTEN", "[::]:8080", parse_listen, "ADDRESS:PORT such as 0.0.0.0:8080"),
     ("WAKER_TLS_CERT", "", parse_path, "the path of a certificate"),
     ("WAKER_TLS_KEY", "", parse_path, "the path of the TLS key"),
     ("WAKER_TRUSTED_PROXY", "", parse_networks, "addresses such as 10.0.0.2,10.0.0.3"),
 )
-# What begins a value of FILE that is a mistake, and the remedy; the first row counts.
+# How wrong values in FILE begin, and the fix. The first match wins.
 NOT_VALUES: Final = (
     (r"#|(['\"]).*\1\s+#|[^'\"].*\s#", "move the comment to its own line, or quote it"),
     (r"[\u2018-\u201f]", "use straight quotes, or none"),
@@ -1028,37 +1030,38 @@ NOT_VALUES: Final = (
 
 
 def read_env_file(path: Path) -> dict[str, str]:
-    """Read its lines WAKER_NAME=value. Raises: ConfigError, which quotes no line."""
+    """Parse lines WAKER_NAME=value. Raises: ConfigError, which quotes no line."""
     problem = file_problem(path)
     if problem:
         raise ConfigError(problem)
     try:
-        text = path.read_text("utf-8-sig")  # some editors begin with a mark
+        text = path.read_text("utf-8-sig")  # some editors add a byte order mark
     except UnicodeDecodeError:
         raise ConfigError(f"{path} must be UTF-8; save it as that") from None
     values: dict[str, str] = {}
-    faults: dict[str, list[str]] = {}
+    mistakes: dict[str, list[str]] = {}  # the numbers of the lines, by problem
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
         if re.match(r"(?i)[#;]|$|(?!waker_)\w+\s*=", line):
-            continue  # none of our business
+            continue  # a comment, or not ours
         found = re.fullmatch(r"(\w+)\s*=\s*(.*)", line)
-        fault = "write NAME=value, without `export`"
         if found:
             name, value = found.groups()
-            fault = next((told for bad, told in NOT_VALUES if re.match(bad, value)), "")
+            problem = next((fix for bad, fix in NOT_VALUES if re.match(bad, value)), "")
             if name in values:
-                fault = f"{name} is set twice; delete one of the two lines"
+                problem = f"{name} is set twice; delete one of the two lines"
             values[name] = value[1:-1] if value.startswith(("'", '"')) else value
-        if fault:
-            faults.setdefault(fault, []).append(str(number))
-    if faults:
-        rows = (f"{path}, line {', '.join(faults[fault])}: {fault}" for fault in faults)
+        else:
+            problem = "write NAME=value, without `export`"
+        if problem:
+            mistakes.setdefault(problem, []).append(str(number))
+    if mistakes:
+        rows = (f"{path}, line {', '.join(mistakes[fix])}: {fix}" for fix in mistakes)
         raise ConfigError("\n".join(rows))
     return values
 
 
 def find_conflicts(parsed: Mapping[str, object]) -> Iterator[str]:
-    """Report conflicts between settings that are valid alone."""
+    """Name conflicts between settings that are valid alone."""
     get = parsed.get
     port = get("WAKER_INITRD_SSH_PORT")
     one_port = port and port == get("WAKER_SYSTEM_SSH_PORT")
@@ -1080,31 +1083,35 @@ def find_conflicts(parsed: Mapping[str, object]) -> Iterator[str]:
 def parse_settings(count: int, values: Mapping[str, str], folder: Path) -> list[Any]:
     """Parse the first settings; paths begin at `folder`. Raises: ConfigError."""
     unknown = sorted(values.keys() - {setting[0] for setting in SETTINGS})
-    faults = [f"{name} is not a setting; see `waker --help`" for name in unknown]
+    mistakes = [f"{name} is not a setting; see `waker --help`" for name in unknown]
     parsed: dict[str, object] = {}
-    for name, default, parse, right in SETTINGS[:count]:
+    for name, default, parse, form in SETTINGS[:count]:
         text = values.get(name) or default
         try:
             value = parse(text)
-            parsed[name] = folder / value if isinstance(value, Path) else value
         except ValueError:
-            unset = f"is not set; it must be {right.partition(';')[0]}"
-            faults.append(f"{name} {f'must be {right}' if text else unset}")
-    faults += find_conflicts(parsed)
-    if faults:
-        raise ConfigError("\n".join(faults))
+            mistake = f"must be {form}"
+            if not text:
+                mistake = f"is not set; it must be {form.partition(';')[0]}"
+            mistakes.append(f"{name} {mistake}")
+        else:
+            parsed[name] = folder / value if isinstance(value, Path) else value
+    mistakes += find_conflicts(parsed)
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
     return list(parsed.values())
 
 
 def read_config(values: Mapping[str, str], folder: Path) -> Config:
-    """Read everything. Raises: ConfigError."""
-    parsed, count = parse_settings(len(SETTINGS), values, folder), len(Machine._fields)
+    """Parse all settings; paths begin at `folder`. Raises: ConfigError."""
+    parsed = parse_settings(len(SETTINGS), values, folder)
+    count = len(Machine._fields)
     config = Config(Machine(*parsed[:count]), *parsed[count:])
     return config._replace(name=config.name or config.machine.host)
 
 
 # ---- Waking --------------------------------------------------------------------------
-# One magic packet, by the interface that leads to the machine.
+# A magic packet leaves by the interface that leads to the machine.
 
 
 def magic_packet(mac: Mac) -> bytes:
@@ -1113,12 +1120,12 @@ def magic_packet(mac: Mac) -> bytes:
 
 
 def find_source(config: Config, *, on_link: bool = False) -> str:
-    """Tell from which of our addresses the magic packet leaves. Raises: OSError."""
-    limited = str(config.broadcast) == "255.255.255.255"  # that has no route
+    """Return the address that the magic packet leaves from. Raises: OSError."""
+    limited = str(config.broadcast) == "255.255.255.255"  # which has no route
     toward = config.machine.host if limited else str(config.broadcast)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
-        udp.setsockopt(socket.SOL_SOCKET, socket.SO_DONTROUTE, on_link)  # no router
+        udp.setsockopt(socket.SOL_SOCKET, socket.SO_DONTROUTE, on_link)
         udp.connect((toward, config.packet_port))
         return str(udp.getsockname()[0])
 
@@ -1139,10 +1146,10 @@ def wake(config: Config) -> str:
 
 
 # ---- Log -----------------------------------------------------------------------------
-# A line per event that matters, on standard error; fail2ban can read it. No line has a
-# PIN, a passphrase, a token, or text of an error that might quote one.
+# Events that matter, one per line, on standard error. No line contains a PIN, a
+# passphrase, a token, or the text of an exception, which might quote one.
 
-LINE: Final = 1000  # characters; a pipe that has any room takes that many at once
+MAX_LOG_LINE: Final = 1000  # characters; a pipe with any room takes them at once
 
 
 def printable(text: str) -> str:
@@ -1153,22 +1160,24 @@ def log(text: str) -> None:
     """Write a line, or drop it if writing would block the daemon."""
     with contextlib.suppress(OSError):  # a broken log must not stop us
         if select.select([], [2], [], 0)[1]:
-            os.write(2, f"{printable(text)[:LINE]}\n".encode())
+            os.write(2, f"{printable(text)[:MAX_LOG_LINE]}\n".encode())
 
 
 def describe_bug(error: BaseException) -> str:
-    """Return an error's type and place; its text might hold a secret."""
+    """Return the type and place of an error, but not its text."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     return f"bug: {type(error).__name__}, {Path(frame.f_code.co_filename).name}:{line}"
 
 
 # ---- Starting ------------------------------------------------------------------------
-# Wake, wait, unlock and watch: one tap on a phone, which may then sleep.
-# The passphrase is kept only until it is sent or no longer needed.
+# Wake, wait, unlock and watch: one tap on a phone, which may then sleep. The passphrase
+# is kept only until it is sent or no longer needed.
+#
+# The phases are waking, unlocking and booting; in the end done, failed or cancelled.
 
-KEPT_SECONDS: Final = 3600  # a finished start stays in the status
 CLAIMING: Final = ("waking", "unlocking")  # phases that exclude another unlock
-ENDINGS: Final = ("done", "failed", "cancelled")  # phases; before them, `booting`
+ENDINGS: Final = ("done", "failed", "cancelled")
+SHOWN_SECONDS: Final = 3600  # for which the status shows a finished start
 STILL_LOCKED: Final = (
     "Not confirmed. The initrd is still running: it may still be checking the"
     " passphrase, or the passphrase was wrong."
@@ -1176,41 +1185,44 @@ STILL_LOCKED: Final = (
 
 
 class Ended(Exception):
-    """How a start ends: phase, outcome and message."""
+    """Ends a start. Its arguments are phase, outcome and message."""
 
 
 class Start:
-    """One start, as the status shows it. Starter's lock guards it."""
+    """One start, as the status shows it. The lock of Starter guards it."""
 
     def __init__(self, began: float, ended: float = math.inf) -> None:
-        self.began = began  # monotonic seconds
+        self.began = began  # monotonic seconds, as are the next two
         self.ended = ended
+        self.packet_due = -math.inf  # the next magic packet
         self.phase = "waking"
         self.outcome: str | None = None  # until something is known
         self.message = "Looking for the machine"
-        self.times = {"waking": 0}  # by phase: the seconds after which it began
+        self.times = {"waking": 0}  # by phase, the seconds after which it began
         self.cancelled = Event()
         self.sent = Event()  # the passphrase may have been sent
 
 
 class Starter:
-    """Runs one start at a time; reports its progress, or how the last one ended.
+    """Runs one start at a time and reports its progress, or how the last one ended.
 
     It claims the unlocker until the system may boot. Then it only watches, and a new
     start or unlock may replace it.
     """
 
     def __init__(self, config: Config, watcher: Watcher, unlocker: Unlocker) -> None:
-        self._config, self._watcher, self._unlocker = config, watcher, unlocker
+        self._config = config
+        self._watcher = watcher
+        self._unlocker = unlocker
         self._lock = threading.RLock()
-        self._last = Start(-math.inf, -math.inf)  # at first, one that is long forgotten
+        self._last = Start(-math.inf, -math.inf)  # nothing that is still shown
 
     def _report(self, start: Start, phase: str, outcome: str | None, text: str) -> None:
         """Show a phase and a message, unless the start has ended or was replaced."""
         with self._lock:
             if start.ended < math.inf:
                 return
-            claims = start.phase in CLAIMING
+            was_claiming = start.phase in CLAIMING
             is_news = (phase, text) != (start.phase, start.message)
             start.phase = phase
             start.outcome = outcome
@@ -1219,21 +1231,31 @@ class Starter:
             start.times.setdefault(phase, int(now - start.began))
             if phase in ENDINGS:
                 start.ended = now
-            if claims and phase not in CLAIMING:
+            if was_claiming and phase not in CLAIMING:
                 self._unlocker.claimed.release()
             if is_news:
                 log(f"start: {phase}: {text}")
 
     def _pause(self, start: Start, seconds: float) -> None:
-        """Wait. Raises: Ended by a cancel, as long as nothing was sent."""
+        """Wait. Raises: Ended if the start is cancelled."""
         if start.cancelled.wait(seconds):
             raise Ended("cancelled", "cancelled", f"Cancelled. {UNSENT}")
 
-    def _unlock(self, start: Start, passphrase: Passphrase) -> Result:
-        """Wake the machine while it is silent, and unlock it. Raises: Ended."""
-        deadline = time.monotonic() + self._config.start_seconds
-        packet_due, give_up, told = -math.inf, deadline, "Connecting to the initrd"
+    def _send_packet(self, start: Start, now: float) -> str:
+        """Send a magic packet; return a message. Raises: Ended if the first fails."""
+        is_first = start.packet_due < 0
+        start.packet_due = now + self._config.packet_seconds
+        try:
+            return wake(self._config)
+        except Fault as fault:
+            if is_first:
+                raise Ended("failed", "error", f"{fault}. {UNSENT}") from None
+            return f"{fault}; trying again"  # a waking machine may interrupt its link
+
+    def _wait_for_initrd(self, start: Start, deadline: float) -> None:
+        """Wake the machine until the initrd's port is open. Raises: Ended."""
         why = "did not wake: check power, network cable and Wake-on-LAN."
+        message = start.message
         while True:
             now = time.monotonic()
             ports = self._watcher.check(now)
@@ -1241,30 +1263,33 @@ class Starter:
             if ports.system is PortState.OPEN:
                 raise Ended("done", "up", f"The system is already up. {UNSENT}")
             if ports.initrd is PortState.OPEN:
-                self._report(start, "unlocking", None, told)
-                result = self._unlocker.run(passphrase, start.cancelled, start.sent)
-                give_up = min(give_up, time.monotonic() + 120)  # seconds for a prompt
-                if result.outcome != "not_asked" or time.monotonic() > give_up:
-                    return result
-                told = result.message
-                self._report(start, "unlocking", None, told)
-                self._pause(start, self._config.retry_seconds)
-                continue
+                return
             if now > deadline:
                 raise Ended("failed", "not_awake", f"The machine {why} {UNSENT}")
-            if PortState.CLOSED in ports:  # it is awake, if only to refuse a connection
+            if PortState.CLOSED in ports:
                 message = "The machine is awake and starting up"
                 why = "woke, but the SSH port of its initrd stayed closed."
-            elif now >= packet_due:
-                try:
-                    message = wake(self._config)
-                except Fault as fault:
-                    if packet_due < 0:  # later, a waking machine may break its link
-                        raise Ended("failed", "error", f"{fault}. {UNSENT}") from None
-                    message = f"{fault}; trying again"
-                packet_due = now + self._config.packet_seconds
+            elif now >= start.packet_due:
+                message = self._send_packet(start, now)
             self._report(start, "waking", None, message)
             self._pause(start, 1)  # second
+
+    def _unlock(self, start: Start, passphrase: Passphrase) -> Result:
+        """Wake and unlock; try again while no disk asks. Raises: Ended."""
+        deadline = time.monotonic() + self._config.start_seconds
+        give_up = deadline
+        message = "Connecting to the initrd"
+        while True:
+            self._wait_for_initrd(start, deadline)
+            self._report(start, "unlocking", None, message)
+            result = self._unlocker.run(passphrase, start.cancelled, start.sent)
+            now = time.monotonic()
+            give_up = min(give_up, now + 120)  # seconds, from the first try
+            if result.outcome != "not_asked" or now > give_up:
+                return result
+            message = result.message
+            self._report(start, "unlocking", None, message)
+            self._pause(start, self._config.retry_seconds)
 
     def _watch(self, start: Start, result: Result) -> None:
         """Watch until the system's port opens. Raises: Ended."""
@@ -1277,19 +1302,21 @@ class Starter:
             now = time.monotonic()
             ports = self._watcher.check(now)
             if ports.system is PortState.OPEN:
-                up = "The system is up."
-                text = f"{message} {up}" if confirmed else f"{up} {result.message}"
-                raise Ended("done", "up", text)
-            late = now >= began + self._config.doubt_seconds
+                parts = [message, "The system is up."]
+                if not confirmed:
+                    parts = ["The system is up.", result.message]
+                raise Ended("done", "up", " ".join(parts))
             message = result.message
-            if late and ports.initrd is PortState.OPEN and not confirmed:
+            is_late = now >= began + self._config.doubt_seconds
+            if not confirmed and is_late and ports.initrd is PortState.OPEN:
                 message = STILL_LOCKED
             self._report(start, "booting", result.outcome, message)
         raise Ended("failed", "not_up", f"{message} The system has not answered yet.")
 
     def _run(self, start: Start, given: list[Passphrase]) -> None:
         try:
-            result = self._unlock(start, given.pop())  # no frame keeps it after that
+            # Taken from a list, so that only `_unlock` holds the passphrase.
+            result = self._unlock(start, given.pop())
             if result.outcome not in ("unlocked", "already_open", "not_confirmed"):
                 if not result.sent:
                     self._pause(start, 0)  # a cancel may have prevented it
@@ -1318,9 +1345,12 @@ class Starter:
             self._unlocker.claim("start")
             try:
                 start = Start(now)
-                # The process waits for this thread, unlike for the one that begins it.
-                run, given = self._run, (start, [passphrase])
-                threading.Thread(None, run, "start", given, daemon=False).start()
+                arguments = start, [passphrase]
+                # Not a daemon thread: on exit, Python waits for it.
+                thread = threading.Thread(
+                    None, self._run, "start", arguments, daemon=False
+                )
+                thread.start()
             except (RuntimeError, MemoryError):
                 self._unlocker.claimed.release()
                 raise Fault(503, "Too busy; try again", ("Retry-After", "5")) from None
@@ -1335,14 +1365,14 @@ class Starter:
             self._last.cancelled.set()
 
     def members(self, now: float, ports: PortStates) -> dict[str, object] | None:
-        """Return the last start for the status; None if there is none to mention."""
+        """Return the last start for the status, or None if there is none to show."""
         with self._lock:
             start = self._last
-            # Another host key stays: any program may listen on the system's port.
-            keep = start.phase == "done" or start.outcome == "host_key_differs"
-            if start.phase in ENDINGS and ports.system is PortState.OPEN and not keep:
+            # An alarm about the host key stays: any program may open the system's port.
+            stays = start.phase == "done" or start.outcome == "host_key_differs"
+            if start.phase in ENDINGS and ports.system is PortState.OPEN and not stays:
                 start.ended = -math.inf  # forget it
-            if start.ended + KEPT_SECONDS < now:
+            if start.ended + SHOWN_SECONDS < now:
                 return None
             return {
                 "phase": start.phase,
@@ -1355,18 +1385,18 @@ class Starter:
 
 
 # ---- Tokens and attempts -------------------------------------------------------------
-# Memory is bounded. No limit is shared by all clients: an attacker who reached it would
-# lock the owner out.
+# Memory is bounded. No limit is shared by all clients: an attacker could use it to lock
+# the owner out.
 
 TOKEN_SECONDS: Final = 900  # fixed by the interface
-TOKENS: Final = 64  # alive at a time: a household, its scripts, and room
-ATTEMPTS: Final = 10  # a client's, a minute; fixed by the interface
+MAX_TOKENS: Final = 64  # at a time, for a household and its scripts
+MAX_ATTEMPTS: Final = 10  # per client and minute; fixed by the interface
 ATTEMPT_SECONDS: Final = 60
-CLIENTS: Final = 4096  # whose attempts are remembered, in 2.2 MB
+MAX_CLIENTS: Final = 4096  # whose attempts are remembered, in 2.2 MB
 
 
-def counted_as(client: str) -> str:
-    """Group clients: IPv4 by address, IPv6 by /56 (one household)."""
+def group_client(client: str) -> str:
+    """Return how a client is counted: by IPv4 address, or by a household's IPv6 /56."""
     if ":" not in client:
         return client
     return f"{int(ipaddress.IPv6Address(client)) >> 72:x}::/56"
@@ -1377,30 +1407,30 @@ class Gate:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._attempts: dict[str, list[float]] = {}  # times, by client; the latest last
-        self._ends: dict[bytes, float] = {}  # of tokens, the oldest first
+        self._attempts: dict[str, list[float]] = {}  # times, by client; newest last
+        self._ends: dict[bytes, float] = {}  # by token's digest; oldest first
 
     def count(self, client: str, now: float) -> None:
         """Count an attempt. Raises: Fault 429 with Retry-After."""
-        name = counted_as(client)
+        name = group_client(client)
         with self._lock:
             times = self._attempts.pop(name, [])
             self._attempts[name] = times
-            if len(self._attempts) > CLIENTS:
+            if len(self._attempts) > MAX_CLIENTS:
                 del self._attempts[next(iter(self._attempts))]
-            if len(times) < ATTEMPTS or times[0] + ATTEMPT_SECONDS <= now:
+            if len(times) < MAX_ATTEMPTS or times[0] + ATTEMPT_SECONDS <= now:
                 times.append(now)
-                del times[:-ATTEMPTS]
+                del times[:-MAX_ATTEMPTS]
                 return
             wait = str(math.ceil(times[0] + ATTEMPT_SECONDS - now))
         text = f"Too many attempts; try again in {wait} s"
         raise Fault(429, text, ("Retry-After", wait))
 
     def issue(self, now: float) -> str:
-        """Make a token; where there are too many, the oldest one ends."""
+        """Make a token; if there are too many, the oldest one ends."""
         token = secrets.token_urlsafe(32)
         with self._lock:
-            while len(self._ends) >= TOKENS:
+            while len(self._ends) >= MAX_TOKENS:
                 del self._ends[next(iter(self._ends))]
             self._ends[sha256(token.encode())] = now + TOKEN_SECONDS
         return token
@@ -1410,14 +1440,14 @@ class Gate:
 
 
 # ---- Handlers and routes -------------------------------------------------------------
-# A handler returns a Response or raises a Fault; only `respond` writes the error. Path,
-# method and token are checked in this order, and then the handler looks at the body.
+# A handler returns a Response or raises a Fault, which `respond` turns into JSON. Path,
+# method and token are checked in this order; then the handler checks the body.
 
-BODY: Final = 16384  # bytes: a PIN or a passphrase, with much room
+MAX_BODY: Final = 16384  # bytes: a PIN or a passphrase, with much room
 
 
 class Request(NamedTuple):
-    """What a handler sees of a request."""
+    """A request, as a handler sees it."""
 
     method: str
     path: str
@@ -1425,47 +1455,48 @@ class Request(NamedTuple):
     now: float  # monotonic seconds
     content_type: str = ""
     token: str = ""
-    body: bytes | None = b""  # None: longer than BODY, and not read
+    body: bytes | None = b""  # None if it is longer than MAX_BODY, and unread
 
     def __repr__(self) -> str:
-        return f"Request({self.method} {self.path} of {self.client})"
+        return f"Request({self.method} {self.path} from {self.client})"
 
 
 class Response:
-    """What goes back, apart from the header fields that all have."""
+    """An answer, without the header fields that all answers have."""
 
     def __init__(
         self, data: Mapping[str, object] | bytes, status: int = 200, headers: Pairs = ()
     ) -> None:
         self.body = data if isinstance(data, bytes) else json.dumps(data).encode()
-        self.status, self.headers = status, headers
+        self.status = status
+        self.headers = headers
 
 
 def text_member(request: Request, name: str) -> str:
-    """Take the only member of a JSON body, a text. Raises: Fault 400, 413, 415."""
+    """Return the only member of a JSON body, a text. Raises: Fault 400, 413, 415."""
     if not re.fullmatch(r"(?i)application/json[ \t]*(;.*)?", request.content_type):
         raise Fault(415, "Content-Type must be application/json")
     if request.body is None:
-        raise Fault(413, f"The body must have at most {BODY} bytes")
-    # One member and no other, so that no name is there twice, and nothing nested.
+        raise Fault(413, f"The body must have at most {MAX_BODY} bytes")
+    # Exactly one member: no name can occur twice, and nothing can be nested.
     member = rf'\s*{{\s*"{name}"\s*:\s*("(?:[^"\\]|\\.)*")\s*}}\s*'
     try:
         found = re.fullmatch(member, request.body.decode(), re.ASCII)
         text = str(json.loads(found[1])) if found else ""
-        if not text.encode():  # half a surrogate pair is a ValueError here
+        if not text.encode():  # which raises ValueError for half a surrogate pair
             raise ValueError
     except ValueError:
         raise Fault(400, f'The body must be {{"{name}": "<some text>"}}') from None
     return text
 
 
-# ui.html lies beside this file. In the one file of `make dist` it stands here instead.
+# `make dist` puts ui.html here. Otherwise it is beside this file.
 PAGE: Final = r"""
 """
 
 
 def load_page() -> tuple[Response, Response]:
-    """Load the page and, out of it, the icon for iPhones. Raises: ConfigError."""
+    """Load the page, and from it the icon for iPhones. Raises: ConfigError."""
     path = Path(__file__).resolve().with_name("ui.html")
     try:
         source = PAGE[1:].encode() or path.read_bytes()
@@ -1477,8 +1508,10 @@ def load_page() -> tuple[Response, Response]:
     found = re.search(parts, source)
     if not found:
         raise ConfigError("ui.html is damaged; reinstall it")
-    codes = found.group(2, 3)  # the only ones that the policy allows, by hash
-    style, script = (base64.b64encode(sha256(code)).decode() for code in codes)
+    # The policy allows this style and this script, by hash, and no others.
+    style, script = (
+        base64.b64encode(sha256(code)).decode() for code in found.group(2, 3)
+    )
     policy = (
         f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}';"
         " connect-src 'self'; img-src 'self' data:; manifest-src data:;"
@@ -1492,26 +1525,28 @@ def load_page() -> tuple[Response, Response]:
 
 
 class App:
-    """All that lives as long as the daemon."""
+    """The parts of the daemon."""
 
     def __init__(
         self, config: Config, unlocker: Unlocker, tls: "ssl.SSLContext | None" = None
     ) -> None:
-        self.config, self.tls = config, tls
+        self.config = config
+        self.tls = tls
         self.page, self.icon = load_page()
-        self.gate, self.watcher = Gate(), Watcher(config.machine)
+        self.gate = Gate()
+        self.watcher = Watcher(config.machine)
         self.unlocker = unlocker
         self.starter = Starter(config, self.watcher, unlocker)
 
 
-def done(request: Request, message: str) -> Response:
+def succeed(request: Request, message: str) -> Response:
     log(f"ip={request.client} {message}")
     return Response({"success": True, "message": message})
 
 
 def post_auth(app: App, request: Request) -> Response:
-    """Exchange the PIN for a token. A body without a PIN is no attempt."""
-    pin = text_member(request, "pin").strip()  # pasting adds spaces
+    """Exchange the PIN for a token. A malformed body is no attempt."""
+    pin = text_member(request, "pin").strip()  # pasting may add spaces
     app.gate.count(request.client, request.now)
     if not app.config.pin.matches(pin):
         raise Fault(401, "Wrong PIN", ("WWW-Authenticate", "Bearer"))
@@ -1526,7 +1561,7 @@ def get_status(app: App, request: Request) -> Response:
 
 
 def post_wol(app: App, request: Request) -> Response:
-    return done(request, wake(app.config))
+    return succeed(request, wake(app.config))
 
 
 def take_passphrase(request: Request) -> Passphrase:
@@ -1551,21 +1586,22 @@ def post_unlock(app: App, request: Request) -> Response:
         raise Fault(500, f"{result.message[:-1]}; watch GET /api/status")
     if result.outcome not in ("unlocked", "already_open", "up"):
         raise Fault(500, f"Failed to unlock: {result.message}")
-    return done(request, result.message)
+    return succeed(request, result.message)
 
 
 def post_start(app: App, request: Request) -> Response:
     app.starter.begin(take_passphrase(request), request.now)
-    return done(request, "Started; the status shows progress")
+    return succeed(request, "Started; the status shows progress")
 
 
 def delete_start(app: App, request: Request) -> Response:
     app.starter.cancel()
-    return done(request, "Cancelling; the status shows the result")
+    return succeed(request, "Cancelling; the status shows the result")
 
 
 Handling = Callable[[App, Request], Response]
-ROUTES: Final[tuple[tuple[str, str, Handling, bool], ...]] = (  # is it open to all?
+# Method, path, handler, and whether it works without a token.
+ROUTES: Final[tuple[tuple[str, str, Handling, bool], ...]] = (
     ("GET", "/", lambda app, _: app.page, True),
     ("GET", "/apple-touch-icon.png", lambda app, _: app.icon, True),
     ("POST", "/api/auth", post_auth, True),
@@ -1578,7 +1614,7 @@ ROUTES: Final[tuple[tuple[str, str, Handling, bool], ...]] = (  # is it open to 
 
 
 def dispatch(app: App, request: Request) -> Response:
-    """Find the route and call its handler, if the token allows. Raises: Fault."""
+    """Find the route, check the token and call the handler. Raises: Fault."""
     rows = {row[0]: row[2:] for row in ROUTES if row[1] == request.path}
     if "GET" in rows:
         rows["HEAD"] = rows["GET"]
@@ -1594,131 +1630,142 @@ def dispatch(app: App, request: Request) -> Response:
 
 
 def respond(app: App, received: Request | Fault, peer: str) -> Response:
-    """Answer a request, or tell what was wrong with it."""
-    what, client = "a request", peer
+    """Answer a request, or a Fault that was found in reading it."""
+    what = "a request"
+    client = peer
     try:
         if isinstance(received, Fault):
             raise received
-        what, client = f"{received.method} {received.path}", received.client
+        what = f"{received.method} {received.path}"
+        client = received.client
         return dispatch(app, received)
     except Fault as error:
         fault = error.with_traceback(None)  # breaks a reference cycle
     except Exception as error:  # noqa: BLE001 - every client gets an answer
         log(describe_bug(error))
         fault = Fault(500, "Internal error; see waker's log")
-    # Trusted proxies are not logged: fail2ban would ban everybody behind them.
-    whose = "" if within(client, app.config.proxies) else f"ip={client} "
-    log(f"{whose}refused {what}: {fault.status} {fault}")
+    line = f"refused {what}: {fault.status} {fault}"
+    if not within(client, app.config.proxies):  # fail2ban would ban all behind a proxy
+        line = f"ip={client} {line}"
+    log(line)
     return Response({"error": str(fault)}, fault.status, fault.headers)
 
 
 # ---- HTTP ----------------------------------------------------------------------------
-# Ambiguous requests are refused: they could be smuggled past a proxy. Each regular
-# expression takes linear time. Sources: RFC 9110, 9112. Each connection has a thread,
-# one request and a deadline; over the limit, connections are dropped.
+# Refuse ambiguous requests: they could be smuggled past a proxy. Regular expressions
+# take linear time. A connection has a thread, one request and a deadline. If there are
+# too many connections, some are dropped. Sources: RFC 9110, 9112.
 
-MAX_HEAD: Final = 16384  # bytes, up to and including the empty line
-FIELDS: Final = 100  # a browser sends 20; thousands of tiny ones cost CPU
+MAX_HEAD: Final = 16384  # bytes, with the empty line
+MAX_FIELDS: Final = 100  # a browser sends 20; thousands of tiny ones cost CPU
+MAX_CONNECTIONS: Final = 64  # at a time: half a megabyte each at worst
+CLIENT_SECONDS: Final = 10  # to send the request; again, to read the answer
+DRAIN_SECONDS: Final = 2  # for a client to hang up after its answer
 TCHAR: Final = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 AUTHORITY: Final = rb"(?:[\w.~-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?"
 PATH: Final = rb"/(?:[\w.~!$&'()*+,;=:@/-]|%[0-9A-Fa-f]{2})*"
 QUERY: Final = rb"\?(?:[\w.~!$&'()*+,;=:@/?-]|%[0-9A-Fa-f]{2})*"
 REQUEST_LINE: Final = re.compile(
-    rb"(%b+) (%b)(?:%b)? HTTP/1\.([01])\r\n" % (TCHAR, PATH, QUERY)
+    rb"(%b+) (%b)(?:%b)? HTTP/1\.([01])" % (TCHAR, PATH, QUERY)
 )
-FIELD: Final = re.compile(rb"(%b+):([\t -~\x80-\xff]*)\r\n" % TCHAR)
+FIELD: Final = re.compile(rb"(%b+):([\t -~\x80-\xff]*)" % TCHAR)
 ONCE: Final = ("authorization", "content-length", "content-type", "host")
-CLIENT_SECONDS: Final = 10  # to send the request; again, to read the answer
-DRAIN_SECONDS: Final = 2  # for a client to hang up after its answer
-THREADS: Final = 64  # connections at a time: half a megabyte each at the worst
 
 
-def read_head(file: io.BufferedReader) -> tuple[str, str, dict[str, str]]:
-    """Read method, path and fields by lower-case name. Raises: Fault 400, 431."""
-    left = MAX_HEAD
-
-    def read_line() -> bytes:
-        nonlocal left
-        line = file.readline(left)
-        left -= len(line)
-        if left == 0 and line != b"\r\n":  # no room for the empty line
-            raise Fault(431, f"The head must have at most {MAX_HEAD} bytes")
-        return line
-
-    # What begins otherwise may be TLS, which has no lines to wait for.
-    line = read_line() if re.match(TCHAR, file.peek(1)) else b""
-    start = REQUEST_LINE.fullmatch(line)
-    if not start:
+def parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:
+    """Return method, path, and fields by lower-case name. Raises: Fault 400, 431."""
+    first, *lines = head.split(b"\r\n")
+    request_line = REQUEST_LINE.fullmatch(first)
+    if not request_line:
         raise Fault(400, "The request line must be METHOD TARGET HTTP/1.1")
+    if len(lines) > MAX_FIELDS:
+        raise Fault(431, f"The head must have at most {MAX_FIELDS} fields")
     fields: dict[str, str] = {}
-    for number, line in enumerate(iter(read_line, b"\r\n"), 1):
-        if number > FIELDS:
-            raise Fault(431, f"The head must have at most {FIELDS} fields")
+    for line in lines:
         found = FIELD.fullmatch(line)
         if not found:
             raise Fault(400, "A header field must be NAME: VALUE, and end with CR LF")
-        name, value = found[1].decode().lower(), found[2].decode("latin-1").strip(" \t")
+        name = found[1].decode().lower()
+        value = found[2].decode("latin-1").strip(" \t")
         if name in fields and name in ONCE:
             raise Fault(400, "A header field must not be repeated")
         fields[name] = f"{fields[name]}, {value}" if name in fields else value
-    if start[3] == b"0":  # HTTP/1.0 does not ask for a Host
+    if request_line[3] == b"0":  # HTTP/1.0 needs no Host
         fields.setdefault("host", "none")
-    return start[1].decode(), start[2].decode(), fields
+    return request_line[1].decode(), request_line[2].decode(), fields
 
 
 def read_request(
-    file: io.BufferedReader, peer: str, proxies: Sequence[Network]
+    data: bytes, receive: Callable[[], bytes], peer: str, proxies: Sequence[Network]
 ) -> Request:
-    """Read a request; a body that is too long stays unread. Raises: Fault."""
-    method, path, fields = read_head(file)
+    """Read a request that begins with `data`. Raises: Fault; OSError by `receive`.
+
+    A body that is too long stays unread.
+    """
+
+    def receive_more() -> bytes:
+        more = receive()
+        if not more:
+            raise Fault(400, "The request ended before it was complete")
+        return more
+
+    # Anything else, such as TLS, might have no empty line to wait for.
+    while b"\r\n\r\n" not in data[:MAX_HEAD] and re.match(TCHAR, data):
+        if len(data) >= MAX_HEAD:
+            raise Fault(431, f"The head must have at most {MAX_HEAD} bytes")
+        data += receive_more()
+    head, _, body = data.partition(b"\r\n\r\n")
+    method, path, fields = parse_head(head)
     if not re.fullmatch(AUTHORITY, fields.get("host", "").encode("latin-1")):
         raise Fault(400, "Host must be HOST or HOST:PORT")
     if "transfer-encoding" in fields:
         raise Fault(501, "Transfer-Encoding is not supported; send Content-Length")
-    size = fields.get("content-length", "0")
-    if not re.fullmatch("0|[1-9][0-9]{0,17}", size):
+    length = fields.get("content-length", "0")
+    if not re.fullmatch("0|[1-9][0-9]{0,17}", length):
         raise Fault(400, "Content-Length must be one decimal number")
-    body = file.read(int(size)) if int(size) <= BODY else None
-    if body is not None and len(body) < int(size):
-        raise Fault(400, "The request ended before it was complete")
+    is_short = int(length) <= MAX_BODY
+    while is_short and len(body) < int(length):
+        body += receive_more()
     now = time.monotonic()  # an attempt counts when it is complete
-    # The client is the last X-Forwarded-For address not of a trusted proxy.
-    client, hops = peer, fields.get("x-forwarded-for", "").rsplit(",", 16)
+    # The client is the last X-Forwarded-For address that is no trusted proxy.
+    client = peer
+    hops = fields.get("x-forwarded-for", "").rsplit(",", 16)
     with contextlib.suppress(ValueError):  # not an address: stop here
         while hops and within(client, proxies):
             client = plain_address(hops.pop().strip(" \t"))
     scheme, _, token = fields.get("authorization", "").partition(" ")
     token = token.strip(" ") if scheme.lower() == "bearer" else ""
     kind = fields.get("content-type", "")
-    return Request(method, path, client, now, kind, token, body)
+    content = body[: int(length)] if is_short else None
+    return Request(method, path, client, now, kind, token, content)
 
 
 def listen(where: Address) -> socket.socket:
-    """Open the port, for IPv4 too where the address is `::`. Raises: OSError."""
+    """Open a TCP port; with the address `::`, also for IPv4. Raises: OSError."""
     dual = where[0] == "::" and socket.has_dualstack_ipv6()
     if where[0] == "::" and not dual:
-        where = "0.0.0.0", where[1]  # noqa: S104 - every address is what the user wants
+        where = "0.0.0.0", where[1]  # noqa: S104 - the user wants every address
     kind = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
     tcp = socket.create_server(where, family=kind, backlog=4096, dualstack_ipv6=dual)
-    # Clients that send nothing stay in the kernel and take no thread.
+    # Clients that send nothing stay in the kernel and take no threads.
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, CLIENT_SECONDS)
     return tcp
 
 
-class Incoming(io.RawIOBase):
-    """A connection; reads by one deadline, because a timeout is for each `recv`."""
+class Connection:
+    """A client's connection: its state, and reading and writing with one deadline."""
 
     def __init__(self, server: "Server", tcp: socket.socket, name: str) -> None:
-        super().__init__()
-        self._server, self._tcp = server, tcp
-        self._ends = time.monotonic() + CLIENT_SECONDS
+        self._server = server
+        self._tcp = tcp
+        self._deadline = time.monotonic() + CLIENT_SECONDS
         self.name = name  # by which the connections of a client are counted
-        self.waiting = False  # for its client: may be closed to make room
-        self.dropped = False  # closed to make room; its thread is about to end
+        self.waiting = False  # for the client: may be dropped to make room
+        self.dropped = False  # its thread is about to end
         self.answering = False  # its request is complete
 
     def mark(self, *, waiting: bool) -> None:
-        """Note its state. Raises: ConnectionAbortedError if it was dropped before."""
+        """Set the state. Raises: ConnectionAbortedError if it was dropped before."""
         with self._server.lock:
             if self.dropped:
                 raise ConnectionAbortedError
@@ -1726,109 +1773,112 @@ class Incoming(io.RawIOBase):
             self._server.lock.notify()
 
     def drop(self) -> None:
+        """Close it to make room; the thread that serves it will notice."""
         self.dropped = True
         with contextlib.suppress(OSError):  # SSLSocket's would go on in plain text
             socket.socket.shutdown(self._tcp, socket.SHUT_RDWR)
 
-    def readable(self) -> bool:
-        return True
-
-    def _do(self, action: Callable[[], int]) -> int:
-        """Read or write, at once or while it is marked as waiting. Raises: OSError."""
-        left = self._ends - time.monotonic()
+    def _transfer(self, action: Callable[[], Any]) -> Any:
+        """Receive or send, at once or while marked as waiting. Raises: OSError."""
+        left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
         try:
             self._tcp.settimeout(0)
-            return action()  # TLS shakes hands first
+            return action()  # with TLS, this includes the handshake
         except OSError as error:
-            if error.errno not in (errno.EAGAIN, 2, 3):  # TLS: wants to read, to write
+            if error.errno not in (errno.EAGAIN, 2, 3):  # SSL_ERROR_WANT_READ, _WRITE
                 raise
-        # Not before: neither a request that has arrived nor its answer may be lost.
+        # Not earlier: a request that has arrived must not be dropped, nor its answer.
         self.mark(waiting=True)
         self._tcp.settimeout(left)
-        count = action()
+        result = action()
         self.mark(waiting=False)
-        return count
+        return result
 
-    def readinto(self, buffer: Any) -> int:
-        """Read what there is. Raises: TimeoutError at the deadline; OSError."""
-        return self._do(functools.partial(self._tcp.recv_into, buffer))
+    def receive(self) -> bytes:
+        """Return what arrives next; nothing at the end. Raises: OSError."""
+        return bytes(self._transfer(lambda: self._tcp.recv(4096)))
 
     def send_all(self, data: bytes) -> None:
         """Send the whole answer within CLIENT_SECONDS. Raises: OSError."""
-        self._ends = time.monotonic() + CLIENT_SECONDS
+        self._deadline = time.monotonic() + CLIENT_SECONDS
         self.answering = True
         while data:
-            data = data[self._do(functools.partial(self._tcp.send, data)) :]
+            data = data[self._transfer(functools.partial(self._tcp.send, data)) :]
         self.mark(waiting=True)  # for the client to close
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection: reads one request, answers it, and lets the client hang up."""
+    """One connection: read one request, answer it, and let the client hang up."""
 
     server: "Server"
 
+    def render(self, response: Response, *, with_body: bool) -> bytes:
+        headers = {
+            "Date": self.date_time_string(),
+            "Connection": "close",
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Content-Type": "application/json",
+            "Content-Length": str(len(response.body)),
+            **dict(response.headers),
+        }
+        lines = [f"HTTP/1.1 {response.status} {self.responses[response.status][0]}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        head = "\r\n".join([*lines, "\r\n"]).encode()
+        return head + response.body if with_body else head
+
     def drain(self) -> None:
         """Wait briefly for the client to close: closing first could lose the answer."""
-        ends = time.monotonic() + DRAIN_SECONDS
+        deadline = time.monotonic() + DRAIN_SECONDS
         self.request.settimeout(DRAIN_SECONDS)
         if self.server.app.tls:
             with contextlib.suppress(OSError):  # the client may still be sending
                 self.request.unwrap()
         socket.socket.shutdown(self.request, socket.SHUT_WR)
-        while socket.socket.recv(self.request, 65536) and time.monotonic() < ends:
-            self.request.settimeout(max(ends - time.monotonic(), 0.001))
+        while socket.socket.recv(self.request, 65536) and time.monotonic() < deadline:
+            self.request.settimeout(max(deadline - time.monotonic(), 0.001))
 
     def handle(self) -> None:
         """Answer one request, unless the connection ends or is dropped first."""
         connection = self.server.connections[self.request]
-        file: io.BufferedReader = io.BufferedReader(connection)
+        app, peer = self.server.app, self.client_address[0]
         with contextlib.suppress(OSError):
-            if not file.peek(1):  # nothing sent: no answer, no log line
+            data = connection.receive()
+            if not data:  # neither an answer nor a line in the log
                 return
-            app, peer = self.server.app, self.client_address[0]
+            received: Request | Fault
             try:
-                received: Request | Fault = read_request(file, peer, app.config.proxies)
+                proxies = app.config.proxies
+                received = read_request(data, connection.receive, peer, proxies)
             except Fault as fault:
                 received = fault
             except TimeoutError:
                 received = Fault(408, f"The request took over {CLIENT_SECONDS} s")
             connection.mark(waiting=False)
             response = respond(app, received, peer)
-            head = isinstance(received, Request) and received.method == "HEAD"
-            headers = {
-                "Date": self.date_time_string(),
-                "Connection": "close",
-                "Cache-Control": "no-store",
-                "X-Content-Type-Options": "nosniff",
-                "Referrer-Policy": "no-referrer",
-                "Cross-Origin-Resource-Policy": "same-origin",
-                "Content-Type": "application/json",
-                "Content-Length": str(len(response.body)),
-                **dict(response.headers),
-            }
-            lines = [f"HTTP/1.1 {response.status} {self.responses[response.status][0]}"]
-            lines += [f"{name}: {value}" for name, value in headers.items()]
-            answer = "\r\n".join([*lines, "\r\n"]).encode()
-            connection.send_all(answer + (b"" if head else response.body))
+            is_head = isinstance(received, Request) and received.method == "HEAD"
+            connection.send_all(self.render(response, with_body=not is_head))
             self.drain()
 
 
 class Server(ThreadingHTTPServer):
-    """Gives each connection a thread, and drops some when there are too many."""
+    """Gives each connection a thread, and drops some if there are too many."""
 
     def __init__(self, app: App, tcp: socket.socket) -> None:
         # HTTPServer would look up the name of our address, and wait for a dead DNS.
         socketserver.BaseServer.__init__(self, tcp.getsockname()[:2], Handler)
         self.socket, self.app = tcp, app
         self.lock = threading.Condition()  # notified when a connection ends or waits
-        self.connections: dict[socket.socket, Incoming] = {}  # each has a thread
+        self.connections: dict[socket.socket, Connection] = {}  # each has a thread
 
     def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
         """Let a client in. Raises: OSError, which the base class ignores."""
         try:
-            tcp, (host, port, *_) = self.socket.accept()
+            tcp, address = self.socket.accept()
             tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if tls := self.app.tls:
                 tcp = tls.wrap_socket(
@@ -1842,36 +1892,38 @@ class Server(ThreadingHTTPServer):
                 raise  # the client has gone
             time.sleep(0.05)  # seconds, or it would spin while resources are short
             raise OSError from error  # any other would end the serving thread
-        # An IPv4-mapped address counts as IPv4; a link-local one keeps its scope.
-        return tcp, (host.removeprefix("::ffff:"), port)
+        # An IPv4-mapped address counts as IPv4; a link-local one keeps its scope ID.
+        return tcp, (address[0].removeprefix("::ffff:"), address[1])
 
     def _make_room(self) -> None:
         """Drop a connection that waits for its client: any of the busiest client's."""
-        if any(one.dropped for one in self.connections.values()):
+        if any(each.dropped for each in self.connections.values()):
             return  # its place is about to be free
-        waiting = {tcp: one for tcp, one in self.connections.items() if one.waiting}
-        reading = [tcp for tcp, one in waiting.items() if not one.answering]
+        waiting = {tcp: each for tcp, each in self.connections.items() if each.waiting}
+        reading = [tcp for tcp, each in waiting.items() if not each.answering]
         for tcp in select.select(reading, [], [], 0)[0]:
-            del waiting[tcp]  # something has arrived, which its thread is about to read
-        counts = Counter(one.name for one in self.connections.values())
-        most = max((counts[one.name] for one in waiting.values()), default=0)
-        few = most <= 6  # connections; a browser opens six, so up to that all are equal
-        if victims := [w for w in waiting.values() if few or counts[w.name] == most]:
-            secrets.choice(victims).drop()
+            del waiting[tcp]  # its thread is about to read something
+        counts = Counter(each.name for each in self.connections.values())
+        most = max((counts[each.name] for each in waiting.values()), default=0)
+        if most > 6:  # a browser opens six, so up to that all clients are equal
+            busiest = {t: e for t, e in waiting.items() if counts[e.name] == most}
+            waiting = busiest
+        if waiting:
+            secrets.choice([*waiting.values()]).drop()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Give a connection a thread; make room first if there are too many."""
         with self.lock:
-            while len(self.connections) >= THREADS:
+            while len(self.connections) >= MAX_CONNECTIONS:
                 self._make_room()
                 self.lock.wait()
-            name = counted_as(client_address[0])
-            self.connections[request] = Incoming(self, request, name)
+            name = group_client(client_address[0])
+            self.connections[request] = Connection(self, request, name)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         """Hang up, and free the thread's place: every connection ends here."""
-        with self.lock:  # or `_make_room` could meet a closed socket
+        with self.lock:  # so that `_make_room` meets no closed socket
             self.close_request(request)
             self.connections.pop(request, None)
             self.lock.notify()
@@ -1881,7 +1933,7 @@ class Server(ThreadingHTTPServer):
             log(describe_bug(error))
 
     def stop(self) -> None:
-        """Stop listening, and return when all running requests are answered."""
+        """Stop listening, and wait until all running requests are answered."""
         self.socket.shutdown(socket.SHUT_RDWR)  # this wakes `serve_forever`
         self.shutdown()
         with self.lock:
@@ -1895,63 +1947,66 @@ class Server(ThreadingHTTPServer):
 
 
 # ---- Checking ------------------------------------------------------------------------
-# Why does it not work? Check everything that waking and unlocking need, in the
-# order of use. Send no magic packet and no secret.
+# Why does it not work? Check everything that waking and unlocking need, in the order of
+# use. Send no magic packet and no secret.
 
 OK: Final = "ok"
 WRONG: Final = "WRONG"
-UNSEEN: Final = "-"  # unknown for now, or harmless
-Finding = tuple[str, str, str]  # a thing, what was seen or is to be done, and OK
+HINT: Final = "-"  # harmless, or unknown for now
+Finding = tuple[str, str, str]  # a subject, what was found and how to fix it, a verdict
 
 
 def check_packet(config: Config) -> Finding:
-    """See from where the magic packet would leave, and whether it would arrive."""
+    """Check whether a magic packet would arrive."""
     try:
-        seen = f"would leave from {find_source(config)} to {config.broadcast}"
+        route = f"would leave from {find_source(config)} to {config.broadcast}"
     except OSError as error:
-        remedy = "connect this box to the machine's network"
-        return "magic packet", f"{error.strerror}; {remedy}", WRONG
+        fix = "connect this box to the machine's network"
+        return "magic packet", f"{error.strerror}; {fix}", WRONG
     try:
         find_source(config, on_link=True)
     except OSError:
-        seen += "; the machine is on another network, and routers stop"
-        return "magic packet", f"{seen} broadcasts", UNSEEN
-    return "magic packet", seen, OK
+        problem = "the machine is on another network, and routers stop broadcasts"
+        return "magic packet", f"{route}; {problem}", HINT
+    return "magic packet", route, OK
 
 
-def check_unlocking(machine: Machine, *, waits: bool) -> Iterator[Finding]:
-    """Check what an unlock needs and, if the initrd waits, the login."""
-    thing = "paramiko"
+def check_unlocking(machine: Machine, *, in_initrd: bool) -> Iterator[Finding]:
+    """Check what an unlock needs, and the login if the initrd is up."""
+    subject = "paramiko"
     try:
         import paramiko
 
-        yield thing, paramiko.__version__, OK
-        thing = "host key"
-        seen = "not seen; check again while the initrd waits for its passphrase"
-        if waits:
+        yield subject, paramiko.__version__, OK
+        subject = "host key"
+        if in_initrd:
             transport = open_transport(machine)
-            shown = exchange_keys(transport, machine)
-            seen = f"{fingerprint(shown.blob)} is not pinned yet. If this key is"
-            seen += f" your machine's, set WAKER_SSH_HOST_KEY={shown}"
-        elif not machine.host_keys:
-            seen = NO_PIN
-        if pinned := waits and machine.host_keys:
-            verify(shown, machine)
-            seen = "pinned and verified"
-        yield thing, seen, OK if pinned else UNSEEN
-        thing = "SSH key"
+            seen = exchange_keys(transport, machine)
+            if machine.host_keys:
+                verify(seen, machine)
+                yield subject, "pinned and verified", OK
+            else:
+                text = f"{fingerprint(seen.blob)} is not pinned yet. If this key is"
+                text += f" your machine's, set WAKER_SSH_HOST_KEY={seen}"
+                yield subject, text, HINT
+        elif machine.host_keys:
+            text = "not seen; check again while the initrd waits for its passphrase"
+            yield subject, text, HINT
+        else:
+            yield subject, NO_PIN, HINT
+        subject = "SSH key"
         key = load_key(machine.key)
-        yield thing, f"{key.get_name()} {fingerprint(key.asbytes())}", OK
-        thing = "login"
-        if pinned:
+        yield subject, f"{key.get_name()} {fingerprint(key.asbytes())}", OK
+        subject = "login"
+        if in_initrd and machine.host_keys:
             log_in(transport, machine)
-            yield thing, f"{machine.user} can log in; unlock not tried", OK
+            yield subject, f"{machine.user} can log in; unlock not tried", OK
     except (ImportError, AttributeError) as error:
-        yield thing, f"{NO_PARAMIKO} ({error})", WRONG
+        yield subject, f"{NO_PARAMIKO} ({error})", WRONG
     except SHORTAGES:
-        yield thing, Outcome.NO_MEMORY.value[1], WRONG
+        yield subject, Outcome.NO_MEMORY.value[1], WRONG
     except NotSent as why:
-        yield thing, str(why), WRONG
+        yield subject, str(why), WRONG
 
 
 def check_machine(machine: Machine) -> Iterator[Finding]:
@@ -1959,39 +2014,50 @@ def check_machine(machine: Machine) -> Iterator[Finding]:
     ports = {"initrd's port": machine.initrd_port, "system's port": machine.system_port}
     if machine.initrd_port == machine.system_port:
         ports = {"common port": machine.initrd_port}
-    waits = True
-    for thing, port in ports.items():
-        did, ident = probe_port(machine.host, port, banner=True)
-        seen, verdict = f"{port} {did.value}", UNSEEN
-        if did is PortState.OPEN:
-            seen, verdict = f"{seen}; it says {ident or 'nothing'}", OK
-        in_dropbears_place = thing == "initrd's port" and "OpenSSH" in ident
+    in_initrd = check_ports(machine).members()["state"] == "locked"
+    for subject, port in ports.items():
+        state, banner = probe_port(machine.host, port, banner=True)
+        text, verdict = f"{port} {state.value}", HINT
+        if state is PortState.OPEN:
+            text, verdict = f"{text}; it says {banner or 'nothing'}", OK
+        in_dropbears_place = subject == "initrd's port" and "OpenSSH" in banner
         if in_dropbears_place and machine.dialect.name == "cryptroot":
-            seen += ": is this the booted system? If not, set WAKER_INITRD=systemd"
-            verdict, waits = WRONG, False
-        yield thing, seen, verdict
-    waits = waits and check_ports(machine).members()["state"] == "locked"
-    yield from check_unlocking(machine, waits=waits)
+            text += ": is this the booted system? If not, set WAKER_INITRD=systemd"
+            verdict = WRONG
+            in_initrd = False
+        yield subject, text, verdict
+    yield from check_unlocking(machine, in_initrd=in_initrd)
 
 
-def check(config: Config, file: Path | None) -> Iterator[Finding]:
-    seen, verdict = "every value is right", OK
-    if file and file.stat().st_mode & 0o007:
-        seen, verdict = f"{file} is open to others; chmod 600 {file}", WRONG
-    yield "configuration", seen, verdict
-    if config.pin.is_number:
-        yield "PIN", "digits only: enough behind a VPN, not on the internet", UNSEEN
-    seen, verdict = f"{config.listen[1]} is free", OK
+def check_listening(config: Config) -> Finding:
+    """Check whether the web page's port can be opened."""
+    port = config.listen[1]
     try:
         listen(config.listen).close()
     except OSError as error:
-        seen, verdict = f"{os.strerror(error.errno or 0)}; correct WAKER_LISTEN", WRONG
         if error.errno == errno.EADDRINUSE:
-            seen, verdict = f"{seen}, unless waker itself is running", UNSEEN
-    if 0 < config.listen[1] < 1024 and verdict == OK:
-        hint = "but only if waker runs as root; waker.service does not"
-        seen, verdict = f"{seen}, {hint}", UNSEEN
-    yield "web port", seen, verdict
+            return (
+                "web port",
+                f"{port} is in use, which is fine if waker is running",
+                HINT,
+            )
+        problem = f"{os.strerror(error.errno or 0)}; correct WAKER_LISTEN"
+        return "web port", problem, WRONG
+    if 0 < port < 1024:
+        hint = "only if waker runs as root; waker.service does not"
+        return "web port", f"{port} is free, but {hint}", HINT
+    return "web port", f"{port} is free", OK
+
+
+def check(config: Config, file: Path | None) -> Iterator[Finding]:
+    if file and file.stat().st_mode & 0o007:
+        problem = f"{file} is open to others; chmod 600 {file}"
+        yield "configuration", problem, WRONG
+    else:
+        yield "configuration", "every value is right", OK
+    if config.pin.is_number:
+        yield "PIN", "digits only: enough behind a VPN, not on the internet", HINT
+    yield check_listening(config)
     yield check_packet(config)
     yield from check_machine(config.machine)
 
@@ -2011,23 +2077,23 @@ def make_tls(config: Config) -> "ssl.SSLContext | None":
 
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.set_ciphers("ECDHE+AESGCM:ECDHE+CHACHA20")  # from TLS 1.2 on
-    # Only one curve: a hello for OpenSSL's ffdhe8192 would cost 100 ms of CPU. A NIST
-    # curve costs modern clients one more round trip, but still rules out ffdhe.
+    # One curve only: with OpenSSL's ffdhe8192, a hello would cost 100 ms of CPU. A NIST
+    # curve costs modern clients a round trip, but is better than that.
     context.set_ecdh_curve("prime256v1")
     with contextlib.suppress(ssl.SSLError):  # Python 3.11.2, as in Debian 12, fails
         context.set_ecdh_curve("X25519")
     try:
         context.load_cert_chain(cert, key, password=b"")  # or it would ask for one
-    except OSError:  # it would not tell which of them
-        right = "must be a certificate and its private key, both PEM, not encrypted"
-        raise ConfigError(f"WAKER_TLS_CERT and WAKER_TLS_KEY {right}") from None
+    except OSError:  # which does not say which of them
+        form = "must be a certificate and its private key, both PEM, not encrypted"
+        raise ConfigError(f"WAKER_TLS_CERT and WAKER_TLS_KEY {form}") from None
     return context
 
 
 def serve(app: App) -> int:
-    """Run until SIGTERM or ^C; running requests are answered, a start is cancelled."""
+    """Run until SIGTERM or ^C; then answer running requests and cancel a start."""
     signals = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # in all threads to come
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # in all threads
     try:
         tcp = listen(app.config.listen)
     except OSError as error:
@@ -2043,7 +2109,7 @@ def serve(app: App) -> int:
     server.stop()
     with contextlib.suppress(Fault):  # after the server: no new start can begin
         app.starter.cancel()
-    return 0  # after the last thread, which may be an unlock
+    return 0  # Python waits for the last thread, which may be an unlock
 
 
 def read_passphrase(seconds: int) -> Passphrase:
@@ -2083,20 +2149,21 @@ def unlock_once(machine: Machine, seconds: int) -> Reports:
 
 
 def print_table(findings: Iterable[Finding]) -> int:
-    """Print each as it is found; returns 1 if anything is wrong."""
-    for number in (signal.SIGINT, signal.SIGPIPE):  # to end quietly is enough
+    """Print each finding at once; return 1 if anything is wrong."""
+    for number in (signal.SIGINT, signal.SIGPIPE):  # end without a traceback
         signal.signal(number, signal.SIG_DFL)
-    wrong = 0
-    for thing, seen, verdict in findings:
-        print(printable(f"{verdict:7}{thing:15}{seen}"), flush=True)
-        wrong |= verdict == WRONG
-    return wrong
+    status = 0
+    for subject, text, verdict in findings:
+        print(printable(f"{verdict:7}{subject:15}{text}"), flush=True)
+        if verdict == WRONG:
+            status = 1
+    return status
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     epilog = f"settings, from FILE or the environment, which wins; else {ENV_FILE}:"
-    for name, default, _, right in SETTINGS:
-        epilog += f"\n  {name:25}{right.partition(';')[0]} [{default or 'none'}]"
+    for name, default, _, form in SETTINGS:
+        epilog += f"\n  {name:25}{form.partition(';')[0]} [{default or 'none'}]"
     kind = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(epilog=epilog, formatter_class=kind)
     parser.description = "Wake a machine by magic packet and unlock its disk over SSH."
@@ -2104,7 +2171,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--version", action="version", version=f"waker {__version__}")
     add("--env-file", metavar="FILE", type=Path, help="settings: lines NAME=value")
     add("--seconds", metavar="N", type=int, default=90, help="for an unlock [90]")
-    about = "check tells mistakes; unlock reads a passphrase on standard input [serve]"
+    about = "check finds mistakes; unlock reads a passphrase on standard input [serve]"
     commands = "serve", "check", "unlock", "state"
     add("command", nargs="?", choices=commands, default="serve", help=about)
     arguments = parser.parse_args(argv)
@@ -2114,21 +2181,23 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command; `argv` is like sys.argv. Returns the exit status."""
-    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass  # fills closed standard streams, which a socket would reuse
+    """Run a command; `argv` is like sys.argv. Return the exit status."""
+    # Open standard streams that are closed, or a socket would take their place.
+    spare = os.open(os.devnull, os.O_RDWR)
+    while spare <= 2:
+        spare = os.open(os.devnull, os.O_RDWR)
     os.close(spare)
     arguments = parse_arguments(argv[1:])
-    # No secret goes into a core dump. The limit is 1 byte: with 0, the kernel would
-    # still pipe one to systemd-coredump. Source: do_coredump, fs/coredump.c.
-    with contextlib.suppress(ValueError):  # it is 0, and cannot be raised
+    # No secret goes into a core dump. With a limit of 0 instead of 1, the kernel would
+    # still pipe one to systemd-coredump. Source: do_coredump in fs/coredump.c.
+    with contextlib.suppress(ValueError):  # the limit is 0 already
         resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
     threading.stack_size(512 << 10)  # bytes; musl's 128 KiB are too few for json
     if arguments.command in ("unlock", "check"):
         # paramiko buffers packets of any size, even from a stranger.
         with contextlib.suppress(ValueError):  # the limit is lower already
             resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
-    warnings.simplefilter("ignore")  # paramiko's, of what cryptography will drop
+    warnings.simplefilter("ignore")  # paramiko uses what cryptography deprecates
     ours = {n: v for n, v in os.environ.items() if n.startswith("WAKER_")}
     file = arguments.env_file or (None if ours else Path(ENV_FILE))
     folder = file.resolve().parent if file else Path.cwd()
@@ -2145,11 +2214,11 @@ def main(argv: Sequence[str]) -> int:
         config = read_config(values, folder)
         app = App(config, Unlocker(config, Path(argv[0]), os.environ), make_tls(config))
         if arguments.command == "check":
-            os._exit(print_table(check(config, file)))  # which hangs up as well
+            os._exit(print_table(check(config, file)))
     except ConfigError as error:
         for line in str(error).splitlines():
             log(line)
-        return os.EX_CONFIG  # the unit does not start it again
+        return os.EX_CONFIG  # the unit does not restart it then
     return serve(app)
 
 

@@ -177,7 +177,7 @@ class Client:
     def expire_tokens(self) -> None:
         """End every token: as many newer ones take their places."""
         assert self.app
-        for _ in range(waker.TOKENS):
+        for _ in range(waker.MAX_TOKENS):
             self.app.gate.issue(time.monotonic())
 
     def status(self) -> Any:

@@ -88,7 +88,7 @@ def test_one_thing_that_is_wrong_is_enough(tmp_path: Path, lab: Homelab) -> None
 
 
 DIGITS = "- digits only: enough behind a VPN, not on the internet"
-TAKEN = "- Address already in use; correct WAKER_LISTEN, unless waker itself is running"
+TAKEN = "- {open} is in use, which is fine if waker is running"
 ABROAD = "WRONG Cannot assign requested address; correct WAKER_LISTEN"
 EVERYBODY = {"WAKER_HOMELAB_HOST": "255.255.255.255", "WAKER_SYSTEM_SSH_PORT": "22"}
 WHERE = "- 22 could not be checked; is WAKER_HOMELAB_HOST right?"

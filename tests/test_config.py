@@ -62,7 +62,7 @@ def test_a_right_value_has_one_meaning(
     assert parse(text) == value
 
 
-HOST = "must be an IP address such as 192.168.1.20; `ping NAME` tells that of a name"
+HOST = "must be an IP address such as 192.168.1.20; `ping NAME` shows it"
 MAC = "must be a MAC address such as 52:54:00:12:34:56"
 KEYS = "must be a line such as ssh-ed25519 AAAA...; the whole key, not its fingerprint"
 DIGITS = "must be 8 to 128 characters, without a space at either end"

@@ -1,6 +1,5 @@
 """HTTP from hostile clients: one JSON error each, and everybody else is served."""
 
-import io
 import json
 import os
 import re
@@ -266,12 +265,12 @@ def test_neither_a_request_that_has_arrived_nor_its_answer_makes_room(
     ours, theirs = socket.socketpair()
     with listener, ours, theirs, ThreadPoolExecutor() as pool:
         server = waker.Server(new_app(config), listener)
-        connection = waker.Incoming(server, ours, "192.0.2.1")
+        connection = waker.Connection(server, ours, "192.0.2.1")
         theirs.settimeout(20)
         theirs.sendall(b"request")
         with server.lock:  # without which nothing can be marked
-            reading = pool.submit(connection.readinto, bytearray(99))
-            assert reading.result(20) == len(b"request")
+            reading = pool.submit(connection.receive)
+            assert reading.result(20) == b"request"
             sending = pool.submit(connection.send_all, b"answer")
             assert theirs.recv(99) == b"answer"
         sending.result()
@@ -286,7 +285,7 @@ def test_a_request_that_arrives_at_the_last_moment_makes_no_room(
     ours, theirs = socket.socketpair()
     with listener, ours, theirs:
         server = waker.Server(new_app(config), listener)
-        connection = waker.Incoming(server, ours, "192.0.2.1")
+        connection = waker.Connection(server, ours, "192.0.2.1")
         server.connections[ours] = connection
         connection.mark(waiting=True)
         theirs.sendall(b"request")
@@ -417,7 +416,7 @@ def test_an_answer_that_is_being_written_is_completed(config: waker.Config) -> N
 
 def test_without_a_thread_it_hangs_up_and_goes_on(api: Client) -> None:
     with no_threads():
-        for _ in range(waker.THREADS + 1):
+        for _ in range(waker.MAX_CONNECTIONS + 1):
             with pytest.raises(ConnectionError):
                 api.call("GET", "/")
     assert api.call("GET", "/").status == 200
@@ -431,7 +430,7 @@ def test_a_log_that_nobody_reads_stops_nothing() -> None:
     with daemon(MACHINE) as started:
         client, log = started.client, started.process.stderr
         assert log
-        for _ in range(65536 // waker.LINE + 9):
+        for _ in range(65536 // waker.MAX_LOG_LINE + 9):
             assert client.call("GET", f"/{'x' * 9000}").status == 404
         os.read(log.fileno(), 65536)
         assert client.call("GET", "/x").status == 404
@@ -479,8 +478,7 @@ def test_the_client_is_whom_the_proxy_saw(
 ) -> None:
     proxies = waker.parse_networks("10.0.0.0/8,::1")
     data = GET + f"X-Forwarded-For: {forwarded}\r\n\r\n".encode()
-    file: io.BufferedReader = io.BufferedReader(io.BytesIO(data))
-    assert waker.read_request(file, peer, proxies).client == client
+    assert waker.read_request(data, bytes, peer, proxies).client == client
 
 
 def test_attempts_are_counted_for_whom_the_proxy_saw(config: waker.Config) -> None:

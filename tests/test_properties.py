@@ -4,7 +4,6 @@ The same ones at each time; with EXAMPLES=N in the environment, N others of each
 `--hypothesis-seed` chooses.
 """
 
-import io
 import os
 import re
 import string
@@ -62,8 +61,7 @@ def test_a_request_is_refused_or_read_as_another_parser_reads_it(
         pieces[at : at + taken] = [put]
     data = "".join(pieces).encode("latin-1")
     try:
-        file: io.BufferedReader = io.BufferedReader(io.BytesIO(data))
-        told = waker.read_request(file, PEER, ())
+        told = waker.read_request(data, bytes, PEER, ())
     except waker.Fault as fault:
         assert edits, "it was right"
         assert fault.status in {400, 431, 501}
@@ -92,4 +90,4 @@ def test_a_line_of_the_log_is_one_line_of_printable_ascii(text: str, size: int) 
         os.close(descriptor)
     with os.fdopen(reader, "rb") as told:
         assert re.fullmatch(rb"ip=192\.0\.2\.1 [ -~]*\n", line := told.read())
-    assert len(line) <= waker.LINE + 1
+    assert len(line) <= waker.MAX_LOG_LINE + 1
