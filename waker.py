@@ -29,7 +29,6 @@ import functools
 import getpass
 import hashlib
 import importlib.util
-import io
 import ipaddress
 import json
 import math
@@ -55,6 +54,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NewType, cast
 
 if TYPE_CHECKING:  # imported only where needed, to save memory; paramiko takes 20 MB
+    import io
     import ssl
     from subprocess import Popen
 
@@ -221,7 +221,7 @@ class Fault(Exception):
 
 UNSENT: Final = "The passphrase was not sent."
 SENT_BUT: Final = "Not confirmed: the passphrase was sent, but "
-MAX_MESSAGE: Final = 850  # characters; less than 1,000 with what is put around it
+MAX_MESSAGE: Final = 850  # characters; callers add fewer than 150
 
 
 class Outcome(enum.Enum):
@@ -560,14 +560,13 @@ HANDSHAKE_SECONDS: Final = 10  # key exchange, and login: slow boxes take one or
 END_SECONDS: Final = 3  # for a command to end after its verdict
 MAX_LINE: Final = 65536  # characters of output; no initrd writes a longer line
 MAX_OUTPUT: Final = 1 << 20  # bytes of output of one command
-MAX_DISKS: Final = 16  # that are answered; a server that lies could ask for ever
-Reports = Iterator[Mapping[str, object]]  # {"sent": True} per answer, then the result
+MAX_DISKS: Final = 16  # disks answered; a lying server could keep asking
+SENT_REPORT: Final = '{"sent": true}'  # printed before the passphrase is sent
 NO_PARAMIKO: Final = "paramiko is missing or incomplete; install python3-paramiko"
 NO_PIN: Final = "no host key is pinned; run waker check while the initrd waits"
-# paramiko re-raises whatever ended its thread, so catch everything, but not what we
-# lack ourselves: memory, or a thread that cannot start.
+# paramiko re-raises whatever ended its thread, so catch everything.
 PEER_ERRORS: Final = Exception
-SHORTAGES: Final = MemoryError, RuntimeError
+SHORTAGES: Final = MemoryError, RuntimeError  # no memory left, or no thread can start
 
 
 def open_transport(machine: Machine) -> "Transport":
@@ -664,6 +663,8 @@ def log_in(transport: "Transport", machine: Machine) -> None:
     except SHORTAGES:
         raise
     except PEER_ERRORS as error:
+        if isinstance(transport.saved_exception, MemoryError):
+            raise NotSent(Outcome.NO_MEMORY) from None
         if "timeout" in str(error) or not transport.is_active():
             raise NotSent(Outcome.BROKEN_OFF, "login") from None
     if not transport.is_authenticated():
@@ -673,14 +674,13 @@ def log_in(transport: "Transport", machine: Machine) -> None:
 
 
 def to_ascii(data: bytes) -> str:
-    return data.decode("ascii", "replace").replace("�", "?")
+    return data.decode("ascii", "backslashreplace")
 
 
 class Command:
     """One run of the dialect's command, read as a sequence of events."""
 
     def __init__(self, transport: "Transport", dialect: Dialect) -> None:
-        self._transport = transport
         self._dialect = dialect
         self._lines: deque[str] = deque()  # of the output, not yet read as events
         self._rest = ""  # a line that is not complete yet
@@ -705,7 +705,8 @@ class Command:
             for pattern, event in self._dialect.words:
                 found = re.search(pattern, line)
                 if found:
-                    return event, found[1].split(", ") if found.groups() else []
+                    names = found[1].split(", ") if found.groups() else []
+                    return event, [name for name in names if name]
         return None
 
     def next_event(self, until: float) -> tuple[Outcome, list[str]]:
@@ -713,7 +714,7 @@ class Command:
         expired = False
         while not (event := self._find_event()):
             if self._received > MAX_OUTPUT:
-                self._transport.close()
+                self._channel.get_transport().close()
                 return Outcome.TOO_MUCH, []
             if expired:
                 return Outcome.SILENT, []
@@ -742,9 +743,13 @@ class Command:
             self._receive()
         self._lines.clear()
         self._rest = ""
-        with contextlib.suppress(PEER_ERRORS):  # the server may have sent its verdict
+        try:
+            self._channel.settimeout(0)  # there is room, unless the server is hostile
             self._channel.sendall(passphrase.data + self._dialect.ending)
-            if not self._dialect.ending:
+        except PEER_ERRORS:
+            return Outcome.ENDED, list(disks)
+        if not self._dialect.ending:
+            with contextlib.suppress(PEER_ERRORS):  # a quick verdict may have closed it
                 self._channel.shutdown_write()
         event, named = self.next_event(until)
         while event is Outcome.UNLOCKED and not set(named) & set(disks):
@@ -752,103 +757,115 @@ class Command:
         return event, named or list(disks)
 
 
-def explain_end(transport: "Transport", event: Outcome, deadline: float) -> Outcome:
-    """Return the event; if the connection ended with the command, return why."""
-    if event not in (Outcome.ENDED, Outcome.REFUSED):
-        return event
-    transport.join(1)  # it may be about to notice that the connection has ended
-    if isinstance(transport.saved_exception, MemoryError):
-        return Outcome.NO_MEMORY
-    if transport.is_active():
-        return event
-    return Outcome.LOST if time.monotonic() < deadline else Outcome.SILENT
+class Session:
+    """A login to a verified machine, in which its disks are unlocked."""
 
+    def __init__(
+        self,
+        transport: "Transport",
+        dialect: Dialect,
+        passphrase: Passphrase,
+        deadline: float,
+    ) -> None:
+        self._transport = transport
+        self._dialect = dialect
+        self._passphrase = passphrase
+        self._deadline = deadline
+        self._opened: list[str] = []  # disks, in this session
+        self._answered: set[str] = set()  # disks that asked, or were opened
 
-def wait_for_prompt(
-    transport: "Transport", dialect: Dialect, until: float, deadline: float
-) -> tuple[Command, list[str]]:
-    """Run the command until it asks; return the disks that do. Raises: NotSent."""
-    try:
-        command = Command(transport, dialect)
-        event, disks = command.next_event(until)
-        while event in (Outcome.UNLOCKED, Outcome.WRONG_PASSPHRASE):  # not our doing
-            event, disks = command.next_event(until)
-    except SHORTAGES:
-        event = Outcome.NO_MEMORY
-    except PEER_ERRORS:
-        event = Outcome.REFUSED
-    if event is not Outcome.ASKS:
-        raise NotSent(explain_end(transport, event, deadline))
-    return command, disks
+    def _explain_end(self, event: Outcome) -> Outcome:
+        """Return the event; if the connection ended with the command, return why."""
+        if event not in (Outcome.ENDED, Outcome.REFUSED):
+            return event
+        self._transport.join(1)  # it may be about to notice that the connection ended
+        if isinstance(self._transport.saved_exception, MemoryError):
+            return Outcome.NO_MEMORY
+        if self._transport.is_active():
+            return event
+        return Outcome.LOST if time.monotonic() < self._deadline else Outcome.SILENT
 
-
-def show_disks(disks: Sequence[str], passphrase: Passphrase) -> str:
-    """Name disks in a message, but repeat neither the passphrase nor long names."""
-    secret = to_ascii(passphrase.data)
-    shown = ["a disk" if secret in disk else disk[:200] for disk in disks]
-    text = ", ".join(shown)
-    # A passphrase with a comma may have been split into names.
-    is_split = secret in text and secret not in (",", " ", ", ")
-    return "a disk" if is_split else text[:600]
-
-
-def explain_failure(event: Outcome, disks: str, unlocked: str, warning: str) -> Result:
-    """Return the result for anything but UNLOCKED after the passphrase was sent."""
-    if event is Outcome.WRONG_PASSPHRASE:
-        subject = disks if disks.startswith("a disk") else f"disk {disks}"
-        detail = subject + unlocked + warning
-        return Result.of(Outcome.WRONG_PASSPHRASE, detail, sent=True)
-    if event in (Outcome.GAVE_UP, Outcome.ASKS, Outcome.ONE_MORE):
-        return Result.of(event, unlocked, sent=True)
-    reason = "the initrd did not confirm it"
-    if event is Outcome.LOST:
-        reason = "the connection was lost before the initrd confirmed it"
-    if event is Outcome.NO_MEMORY:
-        reason = "waker ran out of memory before the initrd confirmed it"
-    return Result.of(Outcome.NOT_CONFIRMED, reason + unlocked, sent=True)
-
-
-def answer_disks(
-    transport: "Transport", machine: Machine, passphrase: Passphrase, deadline: float
-) -> Reports:
-    """Answer each disk that asks, once, until no new disk asks. Raises: NotSent."""
-    opened: list[str] = []
-    answered: set[str] = set()
-    dialect = machine.dialect
-    until = min(deadline, time.monotonic() + 60)  # an emulated machine took 30 s
-    while True:
+    def _wait_for_prompt(self, seconds: float) -> tuple[Command, list[str]]:
+        """Run the command until it asks; return the disks that do. Raises: NotSent."""
+        until = min(self._deadline, time.monotonic() + seconds)
         try:
-            command, asking = wait_for_prompt(transport, dialect, until, deadline)
-        except NotSent:
-            if not opened:
-                raise
-            break
-        if answered & set(asking):  # never answer a disk twice
-            event, named = Outcome.ASKS, asking
-        elif len(answered) >= MAX_DISKS:
-            event, named = Outcome.ONE_MORE, asking
-        else:
-            answered.update(asking)
-            yield {"sent": True}
-            event, named = command.answer(passphrase, asking, deadline)
-        if event is not Outcome.UNLOCKED:
-            event = explain_end(transport, event, deadline)
-            disks = show_disks(named, passphrase)
-            unlocked = f"; unlocked: {show_disks(opened, passphrase)}" if opened else ""
-            yield explain_failure(event, disks, unlocked, dialect.warning)._asdict()
-            return
-        opened += named
-        answered.update(named)
-        # Dropbear may end a channel that is opened before the last one has ended.
-        command.next_event(time.monotonic() + END_SECONDS)
-        until = min(deadline, time.monotonic() + 15)  # seconds, for the next disk
-    disks = show_disks(opened, passphrase)
-    yield Result.of(Outcome.UNLOCKED, disks, sent=True)._asdict()
+            command = Command(self._transport, self._dialect)
+            event, disks = command.next_event(until)
+            while event in (Outcome.UNLOCKED, Outcome.WRONG_PASSPHRASE):  # not by us
+                event, disks = command.next_event(until)
+        except SHORTAGES:
+            event = Outcome.NO_MEMORY
+        except PEER_ERRORS:
+            event = Outcome.REFUSED
+        if event is not Outcome.ASKS:
+            raise NotSent(self._explain_end(event))
+        return command, disks
+
+    def _show(self, disks: Sequence[str], limit: int = 600) -> str:
+        """Name disks in a message, but repeat neither the passphrase nor long names."""
+        secret = to_ascii(self._passphrase.data)
+        shown = ["a disk" if secret in disk else disk for disk in disks]
+        # A passphrase with a comma may have been split into names.
+        if secret in ", ".join(shown) and secret not in (",", " ", ", "):
+            return "a disk"
+        return ", ".join(disk[:200] for disk in shown)[:limit]
+
+    def _explain_failure(self, event: Outcome, disks: Sequence[str]) -> Result:
+        """Return the result for anything but UNLOCKED after the passphrase was sent."""
+        named = self._show(disks)
+        unlocked = ""
+        if self._opened:  # both lists together leave room for the warning
+            unlocked = f"; unlocked: {self._show(self._opened, 600 - len(named))}"
+        if event is Outcome.WRONG_PASSPHRASE:
+            subject = named if named.startswith("a disk") else f"disk {named}"
+            detail = subject + unlocked + self._dialect.warning
+            return Result.of(Outcome.WRONG_PASSPHRASE, detail, sent=True)
+        if event in (Outcome.GAVE_UP, Outcome.ASKS, Outcome.ONE_MORE):
+            return Result.of(event, unlocked, sent=True)
+        reason = "the initrd did not confirm it"
+        if event is Outcome.LOST:
+            reason = "the connection was lost before the initrd confirmed it"
+        if event is Outcome.NO_MEMORY:
+            reason = "waker ran out of memory before the initrd confirmed it"
+        return Result.of(Outcome.NOT_CONFIRMED, reason + unlocked, sent=True)
+
+    def unlock(self, before_sending: Callable[[], None]) -> Result:
+        """Answer each disk that asks, once, until no new disk asks."""
+        seconds = 60  # for the first prompt: an emulated machine took 30
+        while True:
+            try:
+                command, asking = self._wait_for_prompt(seconds)
+            except NotSent as why:
+                if not self._opened:
+                    return why.result
+                disks = self._show(self._opened)
+                return Result.of(Outcome.UNLOCKED, disks, sent=True)
+            if self._answered & set(asking):  # never answer a disk twice
+                return self._explain_failure(Outcome.ASKS, asking)
+            if len(self._answered) >= MAX_DISKS:
+                return self._explain_failure(Outcome.ONE_MORE, asking)
+            self._answered.update(asking)
+            before_sending()
+            try:
+                event, named = command.answer(self._passphrase, asking, self._deadline)
+            except SHORTAGES:
+                event, named = Outcome.NO_MEMORY, asking
+            if event is not Outcome.UNLOCKED:
+                return self._explain_failure(self._explain_end(event), named)
+            self._opened += named
+            self._answered.update(named)
+            # Dropbear may end a channel that is opened before the last one has ended.
+            command.next_event(time.monotonic() + END_SECONDS)
+            seconds = 15  # for the next disk
 
 
-def unlock(machine: Machine, passphrase: Passphrase, deadline: float) -> Reports:
-    """Unlock the disks; yield a notice before sending, then the result."""
-    sent = False
+def unlock(
+    machine: Machine,
+    passphrase: Passphrase,
+    deadline: float,
+    before_sending: Callable[[], None],
+) -> Result:
+    """Unlock the disks; call `before_sending` before each time it is sent."""
     try:
         if not machine.host_keys:
             raise NotSent(Outcome.ERROR, NO_PIN)
@@ -859,30 +876,27 @@ def unlock(machine: Machine, passphrase: Passphrase, deadline: float) -> Reports
         watchdog.start()
         verify(exchange_keys(transport, machine), machine)
         log_in(transport, machine)
-        for report in answer_disks(transport, machine, passphrase, deadline):
-            sent = True  # as the first report says
-            yield report
     except NotSent as why:
-        yield why.result._asdict()
+        return why.result
     except SHORTAGES:
-        result = Result.of(Outcome.NO_MEMORY, sent=False)
-        if sent:
-            result = explain_failure(Outcome.NO_MEMORY, "", "", "")
-        yield result._asdict()
+        return Result.of(Outcome.NO_MEMORY, sent=False)
+    session = Session(transport, machine.dialect, passphrase, deadline)
+    return session.unlock(before_sending)
 
 
 class Unlocker:
-    """Runs `waker.py unlock`, one at a time: a hung process can be killed."""
+    """Runs `waker.py unlock`, one at a time, in a process that can be killed."""
 
     def __init__(self, config: Config, program: Path, env: Mapping[str, str]) -> None:
         command = sys.executable, str(program.resolve()), "unlock"
         self._command = (*command, "--seconds", str(config.unlock_seconds))
         self._seconds = config.unlock_seconds
         self._machine = config.machine
-        # A variable such as PYTHONPATH may be what makes paramiko available.
+        # Variables such as PYTHONPATH may be what makes paramiko available. The PIN is
+        # none of the machine's settings.
         others = {n: v for n, v in env.items() if not n.startswith("WAKER_")}
-        self._environment = others | config.machine.settings()  # no PIN
-        self.claimed = threading.Lock()  # may be released by another thread
+        self._environment = others | config.machine.settings()
+        self.claimed = threading.Lock()  # another thread may release it
 
     def claim(self, purpose: str) -> None:
         """Reserve the unlocker. Raises: Fault 409 if it is taken; 500."""
@@ -898,47 +912,48 @@ class Unlocker:
         if not self.claimed.acquire(blocking=False):
             raise Fault(409, "Another unlock or start is running; wait for it to end")
 
-    def _follow(self, child: "Popen[bytes]", cancelled: Event, sent: Event) -> bytes:
-        """Read all that the process prints; kill it at its deadline or by a cancel."""
+    def _read_reports(
+        self, child: "Popen[bytes]", cancelled: Event, sent: Event
+    ) -> bytes:
+        """Read all that the process prints; kill it at its deadline or on a cancel."""
         stdout = cast("io.BufferedReader", child.stdout)
         deadline = time.monotonic() + self._seconds
         reports = b""
-        with child:  # waits for its end
-            while True:
-                if select.select([stdout], [], [], 0.1)[0]:  # seconds between checks
-                    data = os.read(stdout.fileno(), 4096)
-                    if not data:
-                        return reports
-                    reports += data
-                if b'{"sent": true}' in reports:  # it reports this before it sends
-                    sent.set()
-                unwanted = cancelled.is_set() and not sent.is_set()
-                if unwanted or time.monotonic() > deadline:
-                    child.kill()  # what it has reported is still read
+        while True:
+            if select.select([stdout], [], [], 0.1)[0]:  # seconds between checks
+                data = os.read(stdout.fileno(), 4096)
+                if not data:
+                    return reports
+                reports += data
+            if SENT_REPORT.encode() in reports:
+                sent.set()
+            unwanted = cancelled.is_set() and not sent.is_set()
+            if unwanted or time.monotonic() > deadline:
+                child.kill()  # what it has reported is still read
 
     def run(self, passphrase: Passphrase, cancelled: Event, sent: Event) -> Result:
-        """Unlock. Sets `sent` right before it sends; a cancel works until then."""
+        """Unlock; set `sent` right before sending, until which a cancel works."""
         import subprocess
 
-        given = b"" if cancelled.is_set() else passphrase.data
         try:
-            # Nothing can delay or lose a passphrase that is already in the pipe. The
-            # child inherits blocked signals; its own session keeps SIGHUP away.
-            reader, writer = os.pipe()
-            with io.FileIO(writer, "w") as pipe:
-                pipe.write(given)  # 4 KiB would fit
-            with io.FileIO(reader) as stdin:
-                child = subprocess.Popen(
-                    self._command,
-                    stdin=stdin,
-                    stdout=subprocess.PIPE,
-                    env=self._environment,
-                    start_new_session=True,
-                )
+            # The process inherits blocked signals; its own session keeps SIGHUP away.
+            child = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=self._environment,
+                start_new_session=True,
+            )
         except OSError as error:
             reason = f"the unlocking process cannot start: {error.strerror}"
             return Result.of(Outcome.ERROR, reason, sent=False)
-        reports = self._follow(child, cancelled, sent)
+        with child:  # waits for its end
+            stdin = cast("io.BufferedWriter", child.stdin)
+            with contextlib.suppress(BrokenPipeError):  # its reports say why it ended
+                if not cancelled.is_set():
+                    stdin.write(passphrase.data)  # fits into the pipe: cannot block
+                stdin.close()
+            reports = self._read_reports(child, cancelled, sent)
         lines = [json.loads(line) for line in reports.splitlines()]
         if lines and "outcome" in lines[-1]:
             return Result(**lines[-1])
@@ -2113,9 +2128,9 @@ def serve(app: App) -> int:
 
 
 def read_passphrase(seconds: int) -> Passphrase:
-    """Read it from the terminal, or all of standard input. Raises: ValueError.
+    """Read it from the terminal, or all of standard input.
 
-    Raises: TimeoutError if standard input, unless a terminal, has not ended in time.
+    Raises: ValueError; TimeoutError if standard input does not end in time.
     """
     if os.isatty(0):
         return Passphrase(getpass.getpass("Passphrase: "))
@@ -2132,20 +2147,20 @@ def read_passphrase(seconds: int) -> Passphrase:
     return Passphrase(given.decode().removesuffix("\n"))
 
 
-def unlock_once(machine: Machine, seconds: int) -> Reports:
+def unlock_once(machine: Machine, seconds: int) -> Result:
     """Read a passphrase, and do one unlock; each may take that many seconds."""
     try:
         passphrase = read_passphrase(seconds)
     except TimeoutError:
         reason = f"no passphrase came within {seconds} s"
+        return Result.of(Outcome.ERROR, reason, sent=False)
     except (ValueError, OSError, EOFError, KeyboardInterrupt):
         reason = "a passphrase is 1 to 512 bytes of UTF-8, no control characters"
-    else:
-        signal.alarm(seconds)  # ends us even where something hangs
-        deadline = time.monotonic() + seconds - 5  # which leaves time to report
-        yield from unlock(machine, passphrase, deadline)
-        return
-    yield Result.of(Outcome.ERROR, reason, sent=False)._asdict()
+        return Result.of(Outcome.ERROR, reason, sent=False)
+    signal.alarm(seconds)  # ends the process even if something hangs
+    deadline = time.monotonic() + seconds - 5  # which leaves time to report
+    report = functools.partial(print, SENT_REPORT, flush=True)
+    return unlock(machine, passphrase, deadline, report)
 
 
 def print_table(findings: Iterable[Finding]) -> int:
@@ -2208,9 +2223,9 @@ def main(argv: Sequence[str]) -> int:
             if arguments.command == "state":
                 print(json.dumps(check_ports(machine).members()))
                 return 0
-            for told in unlock_once(machine, arguments.seconds):
-                print(json.dumps(told), flush=True)
-            os._exit(told["outcome"] != "unlocked")  # paramiko's timers would take 15 s
+            result = unlock_once(machine, arguments.seconds)
+            print(json.dumps(result._asdict()), flush=True)
+            os._exit(result.outcome != "unlocked")  # paramiko's threads would take 15 s
         config = read_config(values, folder)
         app = App(config, Unlocker(config, Path(argv[0]), os.environ), make_tls(config))
         if arguments.command == "check":
