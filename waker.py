@@ -711,16 +711,12 @@ class Command:
 
     def next_event(self, until: float) -> tuple[Outcome, list[str]]:
         """Wait for an event, or for the end of the command or of the time."""
-        expired = False
         while not (event := self._find_event()):
             if self._received > MAX_OUTPUT:
                 self._channel.get_transport().close()
                 return Outcome.TOO_MUCH, []
-            if expired:
-                return Outcome.SILENT, []
-            left = until - time.monotonic()
-            expired = left <= 0  # what has arrived in time still counts
-            self._channel.settimeout(max(left, 0))
+            # With a timeout of 0, `recv` still returns what arrived in time.
+            self._channel.settimeout(max(until - time.monotonic(), 0))
             try:
                 continues = self._receive()
             except TimeoutError:

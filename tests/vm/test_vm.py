@@ -27,8 +27,13 @@ SILENT = "Not confirmed: the passphrase was sent, but the initrd did not confirm
 NOT_CONFIRMED = 500, f"{LOST}; watch GET /api/status"
 # By whatever waker saw first, it learns that there is nothing to do.
 FASTER = {
-    waker.NotSent(waker.Outcome[name]).result.message
-    for name in ("OPEN", "IDLE", "ENDED", "LOST")
+    waker.NotSent(outcome).result.message
+    for outcome in (
+        waker.Outcome.ALL_OPEN,
+        waker.Outcome.IDLE,
+        waker.Outcome.ENDED,
+        waker.Outcome.LOST,
+    )
 }
 
 Machine = tuple[Computer, Owner]
