@@ -221,7 +221,6 @@ class Fault(Exception):
 
 UNSENT: Final = "The passphrase was not sent."
 SENT_BUT: Final = "Not confirmed: the passphrase was sent, but "
-MAX_MESSAGE: Final = 850  # characters; callers add fewer than 150
 
 
 class Outcome(enum.Enum):
@@ -264,7 +263,7 @@ class Result(NamedTuple):
     def of(cls, outcome: Outcome, detail: str = "", *, sent: bool) -> "Result":
         """Build the message; unless obvious, say whether the passphrase was sent."""
         word, sentence = outcome.value
-        message = f"{sentence.format(detail)}."[:MAX_MESSAGE]
+        message = f"{sentence.format(detail)}."
         if word not in ("unlocked", "not_confirmed", "wrong_passphrase"):
             message += " The passphrase was sent." if sent else f" {UNSENT}"
         return cls(word, sent, message)

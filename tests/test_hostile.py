@@ -302,6 +302,14 @@ CASES: dict[str, tuple[str, str, Runs, int, str, int]] = {
         ],
         *(400, r"Wrong passphrase for disk Samsung.*crypttab has tries=0\)\.", 2),
     ),
+    "writes too much after its success": (
+        *("cryptroot", PASSPHRASE),
+        [
+            (asks("root"), reads, opened("root"), FLOOD * 20_000),
+            (asks("home"), reads, opened("home")),
+        ],
+        *(200, r"Unlocked: root\.", 1),
+    ),
     "repeats the passphrase as one of two": (
         *("systemd", ECHOED),
         [(says("asks root"), reads, says(f"opened root, x{ECHOED}")), (says("idle"),)],
@@ -471,13 +479,25 @@ def test_memory_that_runs_out_earlier_is_no_refusal(
         assert re.match(NO_MEMORY, client.unlock().error)
 
 
-def test_a_passphrase_that_could_not_be_sent_unlocks_nothing(tmp_path: Path) -> None:
+def make_room(channel: Any) -> None:
+    """Allow the client to send."""
+    packet = paramiko.Message()
+    packet.add_byte(paramiko.common.cMSG_CHANNEL_WINDOW_ADJUST)
+    packet.add_int(channel.remote_chanid)
+    packet.add_int(1000)
+    channel.transport._send_user_message(packet)  # noqa: SLF001
+
+
+def pause(_: paramiko.Channel) -> None:
+    time.sleep(1)
+
+
+@pytest.mark.parametrize("late", [(), (make_room, reads)], ids=["never", "afterwards"])
+def test_a_passphrase_that_could_not_be_sent_unlocks_nothing(
+    tmp_path: Path, late: Sequence[Step]
+) -> None:
     """A server may leave no room for it, and report success meanwhile."""
-
-    def pause(_: paramiko.Channel) -> None:
-        time.sleep(1)
-
-    liar = Liar([(asks("root"), pause, opened("root")), ()], window=0)
+    liar = Liar([(asks("root"), pause, opened("root"), *late), ()], window=0)
     with api_for(tmp_path, liar.serve) as client:
         assert re.match(NO_VERDICT, client.unlock().error)
     assert liar.received == []
