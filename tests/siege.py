@@ -76,6 +76,8 @@ class Attack(NamedTuple):
     tabs: int = 1  # connections that the owner opens at a time
 
     def __str__(self) -> str:
+        if not self.number:
+            return "no attack"
         origin = f"{self.addresses:,}" if self.addresses else "the owner's proxy"
         owner = f", owner opens {self.tabs}" if self.tabs > 1 else ""
         return f"{self.number:,} {self.kind}, from {origin}{owner}"
