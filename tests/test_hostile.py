@@ -325,6 +325,16 @@ CASES: dict[str, tuple[str, str, Runs, int, str, int]] = {
         [(asks("root") + opened("root"), reads)],
         *(500, NO_VERDICT, 1),
     ),
+    "says half of it in advance": (
+        *("cryptroot", PASSPHRASE),
+        [(asks("root") + opened("root")[:25], reads, opened("root")[25:])],
+        *(500, NO_VERDICT, 1),
+    ),
+    "was opened and rejected before it asks": (
+        *("cryptroot", PASSPHRASE),
+        [(opened("root") + rejected() + asks("root"), reads, opened("root")), ()],
+        *(200, "Unlocked: root.", 1),
+    ),
     "rejects in advance": (
         *("systemd", PASSPHRASE),
         [(says("asks root") + says("rejected root"), reads)],
