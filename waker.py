@@ -1182,16 +1182,27 @@ def describe_bug(error: BaseException) -> str:
 # ---- Starting ------------------------------------------------------------------------
 # Wake, wait, unlock and watch: one tap on a phone, which may then sleep. The passphrase
 # is kept only until it is sent or no longer needed.
-#
-# The phases are waking, unlocking and booting; in the end done, failed or cancelled.
 
-CLAIMING: Final = ("waking", "unlocking")  # phases that exclude another unlock
-ENDINGS: Final = ("done", "failed", "cancelled")
 SHOWN_SECONDS: Final = 3600  # for which the status shows a finished start
 STILL_LOCKED: Final = (
     "Not confirmed. The initrd is still running: it may still be checking the"
     " passphrase, or the passphrase was wrong."
 )
+
+
+class Phase(enum.Enum):
+    """The phase of a start, for programs."""
+
+    WAKING = "waking"
+    UNLOCKING = "unlocking"
+    BOOTING = "booting"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+CLAIMING: Final = (Phase.WAKING, Phase.UNLOCKING)  # no other unlock may run
+ENDINGS: Final = (Phase.DONE, Phase.FAILED, Phase.CANCELLED)
 
 
 class Ended(Exception):
@@ -1205,10 +1216,10 @@ class Start:
         self.began = began  # monotonic seconds, as are the next two
         self.ended = ended
         self.packet_due = -math.inf  # the next magic packet
-        self.phase = "waking"
+        self.phase = Phase.WAKING
         self.outcome: str | None = None  # until something is known
         self.message = "Looking for the machine"
-        self.times = {"waking": 0}  # by phase, the seconds after which it began
+        self.times = {"waking": 0}  # the seconds after which each phase began
         self.cancelled = Event()
         self.sent = Event()  # the passphrase may have been sent
 
@@ -1227,7 +1238,9 @@ class Starter:
         self._lock = threading.RLock()
         self._last = Start(-math.inf, -math.inf)  # nothing that is still shown
 
-    def _report(self, start: Start, phase: str, outcome: str | None, text: str) -> None:
+    def _report(
+        self, start: Start, phase: Phase, outcome: str | None, text: str
+    ) -> None:
         """Show a phase and a message, unless the start has ended or was replaced."""
         with self._lock:
             if start.ended < math.inf:
@@ -1238,18 +1251,18 @@ class Starter:
             start.outcome = outcome
             start.message = text
             now = time.monotonic()
-            start.times.setdefault(phase, int(now - start.began))
+            start.times.setdefault(phase.value, int(now - start.began))
             if phase in ENDINGS:
                 start.ended = now
             if was_claiming and phase not in CLAIMING:
                 self._unlocker.claimed.release()
             if is_news:
-                log(f"start: {phase}: {text}")
+                log(f"start: {phase.value}: {text}")
 
     def _pause(self, start: Start, seconds: float) -> None:
         """Wait. Raises: Ended if the start is cancelled."""
         if start.cancelled.wait(seconds):
-            raise Ended("cancelled", "cancelled", f"Cancelled. {UNSENT}")
+            raise Ended(Phase.CANCELLED, "cancelled", f"Cancelled. {UNSENT}")
 
     def _send_packet(self, start: Start, now: float) -> str:
         """Send a magic packet; return a message. Raises: Ended if the first fails."""
@@ -1259,7 +1272,7 @@ class Starter:
             return wake(self._config)
         except Fault as fault:
             if is_first:
-                raise Ended("failed", "error", f"{fault}. {UNSENT}") from None
+                raise Ended(Phase.FAILED, "error", f"{fault}. {UNSENT}") from None
             return f"{fault}; trying again"  # a waking machine may interrupt its link
 
     def _wait_for_initrd(self, start: Start, deadline: float) -> None:
@@ -1271,17 +1284,17 @@ class Starter:
             ports = self._watcher.check(now)
             self._pause(start, 0)
             if ports.system is PortState.OPEN:
-                raise Ended("done", "up", f"The system is already up. {UNSENT}")
+                raise Ended(Phase.DONE, "up", f"The system is already up. {UNSENT}")
             if ports.initrd is PortState.OPEN:
                 return
             if now > deadline:
-                raise Ended("failed", "not_awake", f"The machine {why} {UNSENT}")
+                raise Ended(Phase.FAILED, "not_awake", f"The machine {why} {UNSENT}")
             if PortState.CLOSED in ports:
                 message = "The machine is awake and starting up"
                 why = "woke, but the SSH port of its initrd stayed closed."
             elif now >= start.packet_due:
                 message = self._send_packet(start, now)
-            self._report(start, "waking", None, message)
+            self._report(start, Phase.WAKING, None, message)
             self._pause(start, 1)  # second
 
     def _unlock(self, start: Start, passphrase: Passphrase) -> Result:
@@ -1291,14 +1304,14 @@ class Starter:
         message = "Connecting to the initrd"
         while True:
             self._wait_for_initrd(start, deadline)
-            self._report(start, "unlocking", None, message)
+            self._report(start, Phase.UNLOCKING, None, message)
             result = self._unlocker.run(passphrase, start.cancelled, start.sent)
             now = time.monotonic()
             give_up = min(give_up, now + 120)  # seconds, from the first try
             if result.outcome != "not_asked" or now > give_up:
                 return result
             message = result.message
-            self._report(start, "unlocking", None, message)
+            self._report(start, Phase.UNLOCKING, None, message)
             self._pause(start, self._config.retry_seconds)
 
     def _watch(self, start: Start, result: Result) -> None:
@@ -1308,20 +1321,22 @@ class Starter:
         message = result.message
         while time.monotonic() < began + self._config.start_seconds:
             if start.cancelled.wait(1):  # second
-                raise Ended("cancelled", result.outcome, message)
+                raise Ended(Phase.CANCELLED, result.outcome, message)
             now = time.monotonic()
             ports = self._watcher.check(now)
             if ports.system is PortState.OPEN:
                 parts = [message, "The system is up."]
                 if not confirmed:
                     parts = ["The system is up.", result.message]
-                raise Ended("done", "up", " ".join(parts))
+                raise Ended(Phase.DONE, "up", " ".join(parts))
             message = result.message
             is_late = now >= began + self._config.doubt_seconds
             if not confirmed and is_late and ports.initrd is PortState.OPEN:
                 message = STILL_LOCKED
-            self._report(start, "booting", result.outcome, message)
-        raise Ended("failed", "not_up", f"{message} The system has not answered yet.")
+            self._report(start, Phase.BOOTING, result.outcome, message)
+        raise Ended(
+            Phase.FAILED, "not_up", f"{message} The system has not answered yet."
+        )
 
     def _run(self, start: Start, given: list[Passphrase]) -> None:
         try:
@@ -1330,23 +1345,23 @@ class Starter:
             if result.outcome not in ("unlocked", "already_open", "not_confirmed"):
                 if not result.sent:
                     self._pause(start, 0)  # a cancel may have prevented it
-                phase = "done" if result.outcome == "up" else "failed"
+                phase = Phase.DONE if result.outcome == "up" else Phase.FAILED
                 raise Ended(phase, result.outcome, result.message)
-            self._report(start, "booting", result.outcome, result.message)
+            self._report(start, Phase.BOOTING, result.outcome, result.message)
             self._watch(start, result)
         except Ended as ended:
             self._report(start, *ended.args)
         except Exception as error:  # noqa: BLE001 - nobody else would report a bug
             start.sent.set()
             text = f"{describe_bug(error)}. The passphrase may have been sent."
-            self._report(start, "failed", "error", text)
+            self._report(start, Phase.FAILED, "error", text)
 
     def end_watch(self) -> None:
         """End a watch that a new start or unlock replaces; keep what it showed."""
         with self._lock:
             start = self._last
-            if start.phase == "booting":
-                self._report(start, "cancelled", start.outcome, start.message)
+            if start.phase is Phase.BOOTING:
+                self._report(start, Phase.CANCELLED, start.outcome, start.message)
                 start.cancelled.set()
 
     def begin(self, passphrase: Passphrase, now: float) -> None:
@@ -1379,13 +1394,13 @@ class Starter:
         with self._lock:
             start = self._last
             # An alarm about the host key stays: any program may open the system's port.
-            stays = start.phase == "done" or start.outcome == "host_key_differs"
+            stays = start.phase is Phase.DONE or start.outcome == "host_key_differs"
             if start.phase in ENDINGS and ports.system is PortState.OPEN and not stays:
                 start.ended = -math.inf  # forget it
             if start.ended + SHOWN_SECONDS < now:
                 return None
             return {
-                "phase": start.phase,
+                "phase": start.phase.value,
                 "outcome": start.outcome,
                 "message": start.message,
                 "seconds": max(int(min(now, start.ended) - start.began), 0),
