@@ -84,7 +84,7 @@ test-vm: $(VENV)/done ## real machines with encrypted disks in QEMU, as root
 
 test-paramiko: $(VENV)/done ## what depends on paramiko; PARAMIKO=2.12.0
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS) tests/test_unlock.py \
-		tests/test_check.py tests/test_openwrt.py
+		tests/test_hostile.py tests/test_check.py tests/test_openwrt.py
 
 bench: $(VENV)/done dist/waker ## waker beside an empty server and ssh, a minute, as root
 	$(BIN)/python tests/bench.py
