@@ -1278,6 +1278,8 @@ class Starter:
     def _wait_for_initrd(self, start: Start, deadline: float) -> None:
         """Wake the machine until the initrd's port is open. Raises: Ended."""
         why = "did not wake: check power, network cable and Wake-on-LAN."
+        if start.phase is Phase.UNLOCKING:  # an earlier try reached the initrd
+            why = "fell silent again."
         message = start.message
         while True:
             now = time.monotonic()

@@ -112,6 +112,18 @@ def test_a_machine_is_woken_once_unlocked_and_seen_up(
 AWAKE = {"initrd_port": free_port(), "system_port": free_port()}
 
 
+def test_a_machine_that_falls_silent_is_not_said_to_have_slept(
+    lab: Homelab, config: waker.Config
+) -> None:
+    lab.disks.idle = True
+    config = config._replace(packet_seconds=600, retry_seconds=0.1, start_seconds=8)
+    with running(config) as client:
+        start(client.log_in(), "unlocking")
+        lab._power_cut.set()  # noqa: SLF001 - `obey` waits for input
+        ended = wait_until(client, "failed")
+    assert ended == f"not_awake: The machine fell silent again. {NOT_SENT}"
+
+
 @pytest.mark.parametrize(
     ("ports", "figures", "end"),
     [
