@@ -5,9 +5,9 @@
 
 Away from home, you type a PIN and the disk's passphrase into a web page. This daemon,
 on a Raspberry Pi or router near the machine, wakes the machine, watches it and unlocks
-its disk. The passphrase is sent only after this connection's host key matched the pin
-and the initrd asked. "Unlocked" is reported only if the initrd said so. Waker writes no
-file; tokens are lost when the daemon stops.
+its disk. The passphrase is sent only after this connection's host key matched a pinned
+key and the initrd asked. "Unlocked" is reported only if the initrd said so. It writes
+no files, so a restart invalidates all tokens.
 
 The rules of this file:
 1. Read it top to bottom, once: a name is defined before it is used.
@@ -16,8 +16,8 @@ The rules of this file:
 4. The route table says which requests need a token.
 5. Few functions touch the network or files. Only commands use arguments, signals and
    the environment.
-6. Nothing at module level changes. `now` is passed in; only code that waits reads the
-   clock.
+6. Nothing at module level changes. Requests carry `now`; only code that waits, or
+   reports progress, reads the clock.
 """
 
 import argparse
@@ -66,7 +66,7 @@ __version__ = "2.1.0.dev0"
 # Parsers raise ValueError. No repr shows a secret.
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-Pairs = tuple[tuple[str, str], ...]  # names and values of header fields
+HeaderFields = tuple[tuple[str, str], ...]  # names and values of header fields
 Address = tuple[str, int]  # IP address and TCP port
 Mac = NewType("Mac", bytes)  # six octets
 
@@ -103,7 +103,7 @@ class Passphrase:
 
     def __init__(self, text: str) -> None:
         self.data: Final = text.encode()  # exactly: nothing is stripped or normalised
-        # cryptsetup reads 512 bytes at a prompt. A control character could edit them.
+        # cryptsetup reads 512 bytes. A control character could edit the input line.
         if not 1 <= len(self.data) <= 512 or re.search(r"[\x00-\x1f\x7f-\x9f]", text):
             raise ValueError
 
@@ -147,7 +147,7 @@ class HostKey(NamedTuple):
 
     @classmethod
     def parse_all(cls, text: str) -> tuple["HostKey", ...]:
-        """Parse comma-separated lines of .pub or known_hosts files; none is allowed."""
+        """Parse comma-separated lines of .pub or known_hosts files, if any."""
         keys: list[HostKey] = []
         end = 0
         while end < len(text):
@@ -170,7 +170,7 @@ def plain_address(text: str) -> str:
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
-def within(address: str, networks: Iterable[Network]) -> bool:
+def in_networks(address: str, networks: Iterable[Network]) -> bool:
     return any(ipaddress.ip_address(address) in network for network in networks)
 
 
@@ -207,7 +207,7 @@ def file_problem(path: Path, *, private: bool = False) -> str:
 
 
 class Fault(Exception):
-    """An error to answer a request with."""
+    """An error to send as the answer to a request."""
 
     def __init__(self, status: int, text: str, *headers: tuple[str, str]) -> None:
         super().__init__(text)
@@ -216,7 +216,7 @@ class Fault(Exception):
 
 
 # ---- Outcomes ------------------------------------------------------------------------
-# What an unlock comes to. Only the initrd's own words mean UNLOCKED or
+# The possible outcomes of an unlock. Only the initrd's own words mean UNLOCKED or
 # WRONG_PASSPHRASE.
 
 UNSENT: Final = "The passphrase was not sent."
@@ -228,8 +228,8 @@ class Outcome(enum.Enum):
 
     UNLOCKED = "unlocked", "Unlocked: {}"
     WRONG_PASSPHRASE = "wrong_passphrase", "Wrong passphrase for {}"
-    GAVE_UP = "gave_up", "the initrd has given up on a disk; restart the machine{}"
-    ASKS = "not_confirmed", f"{SENT_BUT}a disk is asking again{{}}"
+    GAVE_UP = "gave_up", "the initrd has given up on a disk; restart the server{}"
+    ASKS = "not_confirmed", f"{SENT_BUT}a disk is still asking{{}}"
     ONE_MORE = "not_confirmed", f"{SENT_BUT}another disk is asking; unlock again{{}}"
     NOT_CONFIRMED = "not_confirmed", f"{SENT_BUT}{{}}"
     # Before the passphrase was sent:
@@ -238,16 +238,19 @@ class Outcome(enum.Enum):
     OTHER_HOST_KEY = "host_key_differs", "the host key differs: {}"
     KEY_REFUSED = "key_refused", "the initrd refused our key {}"
     UNREACHABLE = "not_asked", "port {}"
-    BROKEN_OFF = "not_asked", "the SSH server hung up or fell silent during {}"
+    BROKEN_OFF = "not_asked", "the SSH server hung up or stopped responding during {}"
     TOO_EARLY = "not_asked", "the initrd is not ready yet; try again in a few seconds"
-    IDLE = "not_asked", "no disk asks for a passphrase: too early, or already open"
+    IDLE = "not_asked", "no disk is asking: it is too early, or all are open already"
     LOST = "not_asked", "the connection was lost before a disk asked; try again"
     SILENT = "not_asked", "logged in, but no disk asked for its passphrase in time"
     ENDED = "not_asked", "the unlock command ended without asking; try again"
     TOO_MUCH = "not_asked", "the unlock command wrote too much text without asking"
     MISSING = "error", "logged in, but there is no unlock command: check WAKER_INITRD"
     REFUSED = "error", "logged in, but the server refuses to run the unlock command"
-    OTHER_PROMPT = "error", "a prompt is not for a disk; answer it by hand"
+    OTHER_PROMPT = (
+        "error",
+        "something other than a disk is asking; answer it at the console",
+    )
     NO_MEMORY = "error", "out of memory while talking to the SSH server"
     ERROR = "error", "{}"
 
@@ -282,25 +285,25 @@ class NotSent(Exception):
 
 
 class Dialect(NamedTuple):
-    """How one kind of initrd is unlocked, and what its output means."""
+    """One kind of initrd."""
 
     name: str
     command: str
-    # Expressions that lines of the output are searched for; a group names the disks.
-    words: tuple[tuple[str, Outcome], ...]
-    ending: bytes = b""  # of an answer; if empty, the end of input takes its place
-    silence: Outcome = Outcome.ENDED  # if the command succeeds without a word
+    # Patterns to search each line of output for; group 1 lists the disks.
+    patterns: tuple[tuple[str, Outcome], ...]
+    ending: bytes = b""  # sent after the passphrase; if empty, input is closed instead
+    silence: Outcome = Outcome.ENDED  # if the command succeeds without asking
     warning: str = ""  # about the next wrong passphrase
 
 
-# Each open prompt is a file. A password agent answers all prompts with lines of its
-# input, which must not end: an end would count as an empty passphrase. If an answered
+# Each open prompt is a file. The agent answers every prompt with a line of its input,
+# which must not end: end of file would count as an empty passphrase. If an answered
 # disk prompts again, the passphrase was wrong; unit states show the rest. A passphrase
 # must not be an argument, so `printf` must be built into the shell. Source: systemd's
 # PASSWORD_AGENTS; tested with 257.
 SYSTEMD_COMMAND: Final = r"""
 finish() { printf 'waker: %s\n' "$*"; exit 1; }
-find_prompts() { # sets new: disks that ask; and again: those that were answered
+find_prompts() { # sets `new`: disks that ask; and `again`: those that were answered
     new='' again='' marks=''
     for file in /run/systemd/ask-password/ask.*; do
         id='' disk=''
@@ -315,7 +318,7 @@ find_prompts() { # sets new: disks that ask; and again: those that were answered
         esac
     done
 }
-find_verdict() { # on all disks together; `waiting` if systemd reports nothing
+find_verdict() { # combined state of all disks; `waiting` if systemd reports nothing
     verdict=waiting
     case $(systemctl is-active 'systemd-cryptsetup@*.service' cryptsetup.target) in
         *activating*) ;;
@@ -349,7 +352,7 @@ while find_verdict && find_prompts && [ $((count += 1)) -lt 1200 ]; do
         finish dead
     elif [ $verdict = opened ]; then
         [ "$names" ] && finish opened "${names#, }"
-        finish settled # somebody else was faster
+        finish settled # someone else answered first
     fi
     sleep 0.1 # short: the verdict must be sent before the system boots
 done
@@ -357,11 +360,11 @@ exit 1
 """
 DIALECTS: Final = (
     # Source: cryptsetup-initramfs 2.6.1 to 2.8.8. Without a terminal, cryptroot-unlock
-    # takes all bytes up to the end of input, so a newline would count.
+    # reads to the end of input, so a newline would become part of the passphrase.
     Dialect(
         name="cryptroot",
         command="cryptroot-unlock",
-        words=(
+        patterns=(
             (r"Please unlock disk ([!-~]+)", Outcome.ASKS),
             (r"cryptsetup: ([!-~]+) set up successfully", Outcome.UNLOCKED),
             (r"bad password or options", Outcome.WRONG_PASSPHRASE),
@@ -374,7 +377,7 @@ DIALECTS: Final = (
     Dialect(
         name="systemd",
         command=SYSTEMD_COMMAND,
-        words=(
+        patterns=(
             (r"^waker: asks ([ -~]+)$", Outcome.ASKS),
             (r"^waker: opened ([ -~]+)$", Outcome.UNLOCKED),
             (r"^waker: rejected ([ -~]+)$", Outcome.WRONG_PASSPHRASE),
@@ -386,7 +389,7 @@ DIALECTS: Final = (
         ),
         ending=b"\n",
         warning=". Be careful: after another wrong passphrase, systemd may give up"
-        " until you restart the machine (unless crypttab has tries=0)",
+        " until you restart the server (unless crypttab has tries=0)",
     ),
 )
 
@@ -415,7 +418,7 @@ class Machine(NamedTuple):
 
 
 class Config(NamedTuple):
-    """The settings in their order, and figures that only tests change."""
+    """All settings, in the order of SETTINGS, and figures that only tests change."""
 
     machine: Machine
     mac: Mac
@@ -428,9 +431,11 @@ class Config(NamedTuple):
     proxies: tuple[Network, ...]  # whose X-Forwarded-For is believed
     packet_port: int = 9  # UDP; fixed by the interface
     unlock_seconds: int = 90  # room for a slow key derivation on a slow machine
-    packet_seconds: float = 10  # between packets, where a start finds no sign of life
+    packet_seconds: float = 10  # between packets, while nothing answers
     retry_seconds: float = 5  # between tries to unlock, while no disk asks
-    doubt_seconds: float = 45  # after which an initrd that still answers is mentioned
+    doubt_seconds: float = (
+        45  # after which the message says that the initrd still answers
+    )
     start_seconds: float = 600  # for the initrd to come up, and then for the system
 
 
@@ -441,7 +446,7 @@ PROBE_SECONDS: Final = 0.8  # for a port to answer: a LAN takes milliseconds
 
 
 class PortState(enum.Enum):
-    """What a TCP port does, in words for people."""
+    """The state of a TCP port, in words for people."""
 
     OPEN = "is open"
     CLOSED = "refuses connections"  # so the machine is there
@@ -450,7 +455,7 @@ class PortState(enum.Enum):
 
 
 class PortStates(NamedTuple):
-    """What the machine's two ports do."""
+    """The states of the machine's two ports."""
 
     initrd: PortState
     system: PortState
@@ -475,7 +480,7 @@ class PortStates(NamedTuple):
 
 
 def open_tcp(host: str, port: int, seconds: float) -> socket.socket:
-    """Connect, each step within `seconds`. Raises: OSError."""
+    """Connect; `seconds` limits each operation on the socket. Raises: OSError."""
     # Bytes avoid the idna codec, which OpenWrt packages separately.
     address: Any = host.encode(), port
     return socket.create_connection(address, seconds)
@@ -489,12 +494,12 @@ def probe_port(host: str, port: int, *, banner: bool = False) -> tuple[PortState
     except (ConnectionRefusedError, ConnectionResetError):
         return PortState.CLOSED, ""
     except OSError as error:
-        # EHOSTUNREACH: nothing answered ARP. The other errors are our own.
+        # EHOSTUNREACH: nothing answered ARP. Other errors are local.
         if isinstance(error, TimeoutError) or error.errno == errno.EHOSTUNREACH:
             return PortState.SILENT, ""
         return PortState.UNKNOWN, ""
     state, received = PortState.UNKNOWN, b""
-    with tcp, contextlib.suppress(OSError):  # the banner is late, or the peer has gone
+    with tcp, contextlib.suppress(OSError):  # no banner in time, or the peer has gone
         tcp.getpeername()  # fails unless connected; Linux may report success too early
         state = PortState.OPEN
         while banner and b"\n" not in received and len(received) < 255:
@@ -535,26 +540,27 @@ class Watcher:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._lock = threading.Lock()
-        self._checked = -math.inf  # when the last check began, in monotonic seconds
+        self._checked = -math.inf  # `now` of the last check, in monotonic seconds
         self._states = PortStates(PortState.UNKNOWN, PortState.UNKNOWN)
 
     def check(self, now: float) -> PortStates:
         """Return a result that is at most a second old."""
         with self._lock:
-            if now >= self._checked + 1:  # OpenSSH blocks clients that are faster
+            if (
+                now >= self._checked + 1
+            ):  # OpenSSH penalises clients that connect more often
                 self._states = check_ports(self._machine)
                 self._checked = now
             return self._states
 
 
 # ---- Unlocking -----------------------------------------------------------------------
-# `waker.py unlock` takes one passphrase for one machine, then exits, and its memory is
-# gone. A server whose host key is verified may still lie: it is believed only as far as
-# necessary, and of its words only disk names are reported. Retrying is safe after
-# `not_asked`.
+# `waker.py unlock` unlocks one machine once and exits, which frees its memory. Even a
+# verified server may lie: trust no more of its output than necessary, and report only
+# disk names. After `not_asked`, retrying is safe.
 
 CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
-LOST_SECONDS: Final = 10  # without a sign of life from the machine's kernel: it is gone
+LOST_SECONDS: Final = 10  # without acknowledgement, before the connection is lost
 HANDSHAKE_SECONDS: Final = 10  # key exchange, and login: slow boxes take one or two
 END_SECONDS: Final = 3  # for a command to end after its verdict
 MAX_LINE: Final = 65536  # characters of output; no initrd writes a longer line
@@ -562,19 +568,19 @@ MAX_OUTPUT: Final = 1 << 20  # bytes of output of one command
 MAX_DISKS: Final = 16  # disks answered; a lying server could keep asking
 SENT_REPORT: Final = '{"sent": true}'  # printed before the passphrase is sent
 NO_PARAMIKO: Final = "paramiko is missing or incomplete; install python3-paramiko"
-NO_PIN: Final = "no host key is pinned; run waker check while the initrd waits"
+NOT_PINNED: Final = "no host key is pinned; run waker check while the initrd waits"
 # paramiko re-raises whatever ended its thread, so catch everything.
 PEER_ERRORS: Final = Exception
 SHORTAGES: Final = MemoryError, RuntimeError  # no memory left, or no thread can start
 
 
 def open_transport(machine: Machine) -> "Transport":
-    """Connect, and offer nothing with SHA-1, MD5 or CBC. Raises: NotSent."""
+    """Connect, without offering SHA-1, MD5 or CBC. Raises: NotSent."""
     try:
         import paramiko
 
         paramiko.util.get_logger("paramiko").setLevel("CRITICAL")  # it logs tracebacks
-    except (ImportError, AttributeError):  # a new cryptography lacks something
+    except (ImportError, AttributeError):  # a newer cryptography has removed something
         raise NotSent(Outcome.ERROR, NO_PARAMIKO) from None
     reason = "does not speak SSH"
     try:
@@ -589,7 +595,9 @@ def open_transport(machine: Machine) -> "Transport":
     if not banner or not b"SSH-".startswith(banner[:4]):
         where = f"{machine.initrd_port} of {machine.host}"
         raise NotSent(Outcome.UNREACHABLE, f"{where} {reason}")
-    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # packets are small
+    tcp.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+    )  # send small packets at once
     # Notice a machine that has lost its power.
     tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, LOST_SECONDS // 2)
@@ -701,7 +709,7 @@ class Command:
         """Return the next event in the lines and the disks that it names."""
         while self._lines:
             line = self._lines.popleft()
-            for pattern, event in self._dialect.words:
+            for pattern, event in self._dialect.patterns:
                 found = re.search(pattern, line)
                 if found:
                     names = found[1].split(", ") if found.groups() else []
@@ -709,7 +717,7 @@ class Command:
         return None
 
     def next_event(self, until: float) -> tuple[Outcome, list[str]]:
-        """Wait for an event, or for the end of the command or of the time."""
+        """Return the next event and the disks that it names, or why there is none."""
         while not (event := self._find_event()):
             if self._received > MAX_OUTPUT:
                 self._channel.get_transport().close()
@@ -721,7 +729,7 @@ class Command:
             except TimeoutError:
                 return Outcome.SILENT, []
             if not continues:
-                self._channel.status_event.wait(END_SECONDS)  # it may come later
+                self._channel.status_event.wait(END_SECONDS)  # it may follow the output
                 missing = Outcome.MISSING
                 endings = {0: self._dialect.silence, 126: missing, 127: missing}
                 return endings.get(self._channel.exit_status, Outcome.ENDED), []
@@ -730,9 +738,9 @@ class Command:
     def answer(
         self, passphrase: Passphrase, disks: Sequence[str], until: float
     ) -> tuple[Outcome, list[str]]:
-        """Send the passphrase for these disks; return the verdict and what it is about.
+        """Send the passphrase; return the verdict and the disks that it names.
 
-        What arrived before is no verdict, and neither is the success of another disk.
+        Ignore output from before the answer, and the success of other disks.
         """
         while self._channel.recv_ready() and self._received <= MAX_OUTPUT:
             self._receive()
@@ -753,7 +761,7 @@ class Command:
 
 
 class Session:
-    """A login to a verified machine, in which its disks are unlocked."""
+    """An authenticated connection to a verified machine."""
 
     def __init__(
         self,
@@ -786,7 +794,10 @@ class Session:
         try:
             command = Command(self._transport, self._dialect)
             event, disks = command.next_event(until)
-            while event in (Outcome.UNLOCKED, Outcome.WRONG_PASSPHRASE):  # not by us
+            while event in (
+                Outcome.UNLOCKED,
+                Outcome.WRONG_PASSPHRASE,
+            ):  # others did it
                 event, disks = command.next_event(until)
         except SHORTAGES:
             event = Outcome.NO_MEMORY
@@ -796,8 +807,8 @@ class Session:
             raise NotSent(self._explain_end(event))
         return command, disks
 
-    def _show(self, disks: Sequence[str], limit: int = 600) -> str:
-        """Name disks in a message, but repeat neither the passphrase nor long names."""
+    def _list(self, disks: Sequence[str], limit: int = 600) -> str:
+        """List disk names; hide the passphrase and shorten long names."""
         secret = to_ascii(self._passphrase.data)
         shown = ["a disk" if secret in disk else disk for disk in disks]
         # A passphrase with a comma may have been split into names.
@@ -807,10 +818,11 @@ class Session:
 
     def _explain_failure(self, event: Outcome, disks: Sequence[str]) -> Result:
         """Return the result for anything but UNLOCKED after the passphrase was sent."""
-        named = self._show(disks)
+        named = self._list(disks)
         unlocked = ""
         if self._opened:  # both lists together leave room for the warning
-            unlocked = f"; unlocked: {self._show(self._opened, 600 - len(named))}"
+            limit = max(600 - len(named), 100)
+            unlocked = f"; unlocked: {self._list(self._opened, limit)}"
         if event is Outcome.WRONG_PASSPHRASE:
             subject = named if named.startswith("a disk") else f"disk {named}"
             detail = subject + unlocked + self._dialect.warning
@@ -833,7 +845,7 @@ class Session:
             except NotSent as why:
                 if not self._opened:
                     return why.result
-                disks = self._show(self._opened)
+                disks = self._list(self._opened)
                 return Result.of(Outcome.UNLOCKED, disks, sent=True)
             if self._answered & set(asking):  # never answer a disk twice
                 return self._explain_failure(Outcome.ASKS, asking)
@@ -860,10 +872,10 @@ def unlock(
     deadline: float,
     before_sending: Callable[[], None],
 ) -> Result:
-    """Unlock the disks; call `before_sending` before each time it is sent."""
+    """Unlock the disks; call `before_sending` each time before it is sent."""
     try:
         if not machine.host_keys:
-            raise NotSent(Outcome.ERROR, NO_PIN)
+            raise NotSent(Outcome.ERROR, NOT_PINNED)
         transport = open_transport(machine)
         # Some of paramiko's waits have no timeout, but all end with the connection.
         watchdog = threading.Timer(deadline - time.monotonic(), transport.close)
@@ -887,8 +899,8 @@ class Unlocker:
         self._command = (*command, "--seconds", str(config.unlock_seconds))
         self._seconds = config.unlock_seconds
         self._machine = config.machine
-        # Variables such as PYTHONPATH may be what makes paramiko available. The PIN is
-        # none of the machine's settings.
+        # Variables such as PYTHONPATH may be what makes paramiko available. The
+        # machine's settings do not include the PIN.
         others = {n: v for n, v in env.items() if not n.startswith("WAKER_")}
         self._environment = others | config.machine.settings()
         self.claimed = threading.Lock()  # another thread may release it
@@ -901,7 +913,7 @@ class Unlocker:
         if not importlib.util.find_spec("paramiko"):  # importing it would take 20 MB
             problem = NO_PARAMIKO
         if not self._machine.host_keys:
-            problem = NO_PIN
+            problem = NOT_PINNED
         if problem:
             raise Fault(500, f"Failed to {purpose}: {problem}. {UNSENT}")
         if not self.claimed.acquire(blocking=False):
@@ -912,7 +924,7 @@ class Unlocker:
     ) -> bytes:
         """Read all that the process prints; kill it at its deadline or on a cancel."""
         stdout = cast("io.BufferedReader", child.stdout)
-        deadline = time.monotonic() + self._seconds
+        deadline = time.monotonic() + self._seconds + 5  # for the process to start
         reports = b""
         while True:
             if select.select([stdout], [], [], 0.1)[0]:  # seconds between checks
@@ -927,7 +939,7 @@ class Unlocker:
                 child.kill()  # what it has reported is still read
 
     def run(self, passphrase: Passphrase, cancelled: Event, sent: Event) -> Result:
-        """Unlock; set `sent` right before sending, until which a cancel works."""
+        """Unlock; set `sent` right before sending. Until then, `cancelled` stops it."""
         import subprocess
 
         try:
@@ -944,7 +956,7 @@ class Unlocker:
             return Result.of(Outcome.ERROR, reason, sent=False)
         with child:  # waits for its end
             stdin = cast("io.BufferedWriter", child.stdin)
-            with contextlib.suppress(BrokenPipeError):  # its reports say why it ended
+            with contextlib.suppress(BrokenPipeError):  # the reports explain it
                 if not cancelled.is_set():
                     stdin.write(passphrase.data)  # fits into the pipe: cannot block
                 stdin.close()
@@ -1003,7 +1015,7 @@ def parse_networks(text: str) -> tuple[Network, ...]:
     return tuple(ipaddress.ip_network(part.strip()) for part in parts)
 
 
-# Name, default, parser, valid form. (What follows a `;` is shown only after a mistake.)
+# Name, default, parser, valid form. Text after a `;` appears only in error messages.
 # In the order of Machine and Config. An empty value means that a setting is not set.
 Setting = tuple[str, str, Callable[[str], object], str]
 PARSE_USER: Final = functools.partial(match_whole, "[!-~]{1,64}")
@@ -1047,7 +1059,7 @@ def read_env_file(path: Path) -> dict[str, str]:
     try:
         text = path.read_text("utf-8-sig")  # some editors add a byte order mark
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} must be UTF-8; save it as that") from None
+        raise ConfigError(f"{path} is not UTF-8; save it as UTF-8") from None
     values: dict[str, str] = {}
     mistakes: dict[str, list[str]] = {}  # the numbers of the lines, by problem
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
@@ -1071,7 +1083,7 @@ def read_env_file(path: Path) -> dict[str, str]:
 
 
 def find_conflicts(parsed: Mapping[str, object]) -> Iterator[str]:
-    """Name conflicts between settings that are valid alone."""
+    """Name bad files, and conflicts between settings that are valid alone."""
     get = parsed.get
     port = get("WAKER_INITRD_SSH_PORT")
     one_port = port and port == get("WAKER_SYSTEM_SSH_PORT")
@@ -1091,7 +1103,7 @@ def find_conflicts(parsed: Mapping[str, object]) -> Iterator[str]:
 
 
 def parse_settings(count: int, values: Mapping[str, str], folder: Path) -> list[Any]:
-    """Parse the first settings; paths begin at `folder`. Raises: ConfigError."""
+    """Parse the first `count` settings; relative paths start at `folder`."""
     unknown = sorted(values.keys() - {setting[0] for setting in SETTINGS})
     mistakes = [f"{name} is not a setting; see `waker --help`" for name in unknown]
     parsed: dict[str, object] = {}
@@ -1113,7 +1125,7 @@ def parse_settings(count: int, values: Mapping[str, str], folder: Path) -> list[
 
 
 def read_config(values: Mapping[str, str], folder: Path) -> Config:
-    """Parse all settings; paths begin at `folder`. Raises: ConfigError."""
+    """Parse all settings; relative paths start at `folder`. Raises: ConfigError."""
     parsed = parse_settings(len(SETTINGS), values, folder)
     count = len(Machine._fields)
     config = Config(Machine(*parsed[:count]), *parsed[count:])
@@ -1181,9 +1193,9 @@ def describe_bug(error: BaseException) -> str:
 
 # ---- Starting ------------------------------------------------------------------------
 # Wake, wait, unlock and watch: one tap on a phone, which may then sleep. The passphrase
-# is kept only until it is sent or no longer needed.
+# is kept until the unlocking process has ended.
 
-SHOWN_SECONDS: Final = 3600  # for which the status shows a finished start
+SHOWN_SECONDS: Final = 3600  # how long the status shows a finished start
 STILL_LOCKED: Final = (
     "Not confirmed. The initrd is still running: it may still be checking the"
     " passphrase, or the passphrase was wrong."
@@ -1218,8 +1230,8 @@ class Start:
         self.packet_due = -math.inf  # the next magic packet
         self.phase = Phase.WAKING
         self.outcome: str | None = None  # until something is known
-        self.message = "Looking for the machine"
-        self.times = {"waking": 0}  # the seconds after which each phase began
+        self.message = "Looking for the server"
+        self.times = {"waking": 0}  # seconds from the start to each phase
         self.cancelled = Event()
         self.sent = Event()  # the passphrase may have been sent
 
@@ -1236,7 +1248,7 @@ class Starter:
         self._watcher = watcher
         self._unlocker = unlocker
         self._lock = threading.RLock()
-        self._last = Start(-math.inf, -math.inf)  # nothing that is still shown
+        self._last = Start(-math.inf, -math.inf)  # a placeholder, too old to be shown
 
     def _report(
         self, start: Start, phase: Phase, outcome: str | None, text: str
@@ -1290,9 +1302,11 @@ class Starter:
             if ports.initrd is PortState.OPEN:
                 return
             if now > deadline:
-                raise Ended(Phase.FAILED, "not_awake", f"The machine {why} {UNSENT}")
+                raise Ended(Phase.FAILED, "not_awake", f"The server {why} {UNSENT}")
+            if PortState.UNKNOWN in ports:
+                why = "could not be checked; is WAKER_HOMELAB_HOST right?"
             if PortState.CLOSED in ports:
-                message = "The machine is awake and starting up"
+                message = "The server is awake and starting up"
                 why = "woke, but the SSH port of its initrd stayed closed."
             elif now >= start.packet_due:
                 message = self._send_packet(start, now)
@@ -1302,7 +1316,7 @@ class Starter:
     def _unlock(self, start: Start, passphrase: Passphrase) -> Result:
         """Wake and unlock; try again while no disk asks. Raises: Ended."""
         deadline = time.monotonic() + self._config.start_seconds
-        give_up = deadline
+        give_up = math.inf
         message = "Connecting to the initrd"
         while True:
             self._wait_for_initrd(start, deadline)
@@ -1316,7 +1330,7 @@ class Starter:
             self._report(start, Phase.UNLOCKING, None, message)
             self._pause(start, self._config.retry_seconds)
 
-    def _watch(self, start: Start, result: Result) -> None:
+    def _wait_for_system(self, start: Start, result: Result) -> None:
         """Watch until the system's port opens. Raises: Ended."""
         confirmed = result.outcome != "not_confirmed"
         began = time.monotonic()
@@ -1345,12 +1359,12 @@ class Starter:
             # Taken from a list, so that only `_unlock` holds the passphrase.
             result = self._unlock(start, given.pop())
             if result.outcome not in ("unlocked", "already_open", "not_confirmed"):
-                if not result.sent:
-                    self._pause(start, 0)  # a cancel may have prevented it
+                if result.outcome in ("not_asked", "error") and not result.sent:
+                    self._pause(start, 0)  # a cancel may be the reason
                 phase = Phase.DONE if result.outcome == "up" else Phase.FAILED
                 raise Ended(phase, result.outcome, result.message)
             self._report(start, Phase.BOOTING, result.outcome, result.message)
-            self._watch(start, result)
+            self._wait_for_system(start, result)
         except Ended as ended:
             self._report(start, *ended.args)
         except Exception as error:  # noqa: BLE001 - nobody else would report a bug
@@ -1395,7 +1409,7 @@ class Starter:
         """Return the last start for the status, or None if there is none to show."""
         with self._lock:
             start = self._last
-            # An alarm about the host key stays: any program may open the system's port.
+            # Keep a host key alarm: an impostor could open a port to clear it.
             stays = start.phase is Phase.DONE or start.outcome == "host_key_differs"
             if start.phase in ENDINGS and ports.system is PortState.OPEN and not stays:
                 start.ended = -math.inf  # forget it
@@ -1412,8 +1426,8 @@ class Starter:
 
 
 # ---- Tokens and attempts -------------------------------------------------------------
-# Memory is bounded. No limit is shared by all clients: an attacker could use it to lock
-# the owner out.
+# Memory is bounded. Clients share no limit of attempts, or an attacker could use it to
+# lock the owner out.
 
 TOKEN_SECONDS: Final = 900  # fixed by the interface
 MAX_TOKENS: Final = 64  # at a time, for a household and its scripts
@@ -1435,9 +1449,9 @@ class Gate:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._attempts: dict[str, list[float]] = {}  # times, by client; newest last
-        self._ends: dict[bytes, float] = {}  # by token's digest; oldest first
+        self._expiry: dict[bytes, float] = {}  # by token's digest; oldest first
 
-    def count(self, client: str, now: float) -> None:
+    def count_attempt(self, client: str, now: float) -> None:
         """Count an attempt. Raises: Fault 429 with Retry-After."""
         name = group_client(client)
         with self._lock:
@@ -1453,24 +1467,25 @@ class Gate:
         text = f"Too many attempts; try again in {wait} s"
         raise Fault(429, text, ("Retry-After", wait))
 
-    def issue(self, now: float) -> str:
+    def issue_token(self, now: float) -> str:
         """Make a token; if there are too many, the oldest one ends."""
         token = secrets.token_urlsafe(32)
         with self._lock:
-            while len(self._ends) >= MAX_TOKENS:
-                del self._ends[next(iter(self._ends))]
-            self._ends[sha256(token.encode())] = now + TOKEN_SECONDS
+            while len(self._expiry) >= MAX_TOKENS:
+                del self._expiry[next(iter(self._expiry))]
+            self._expiry[sha256(token.encode())] = now + TOKEN_SECONDS
         return token
 
-    def valid(self, token: str, now: float) -> bool:
-        return now < self._ends.get(sha256(token.encode()), now)
+    def is_valid(self, token: str, now: float) -> bool:
+        expiry = self._expiry.get(sha256(token.encode()))
+        return expiry is not None and now < expiry
 
 
 # ---- Handlers and routes -------------------------------------------------------------
 # A handler returns a Response or raises a Fault, which `respond` turns into JSON. Path,
 # method and token are checked in this order; then the handler checks the body.
 
-MAX_BODY: Final = 16384  # bytes: a PIN or a passphrase, with much room
+MAX_BODY: Final = 16384  # bytes: a PIN or a passphrase, with room to spare
 
 
 class Request(NamedTuple):
@@ -1492,7 +1507,10 @@ class Response:
     """An answer, without the header fields that all answers have."""
 
     def __init__(
-        self, data: Mapping[str, object] | bytes, status: int = 200, headers: Pairs = ()
+        self,
+        data: Mapping[str, object] | bytes,
+        status: int = 200,
+        headers: HeaderFields = (),
     ) -> None:
         self.body = data if isinstance(data, bytes) else json.dumps(data).encode()
         self.status = status
@@ -1500,7 +1518,7 @@ class Response:
 
 
 def text_member(request: Request, name: str) -> str:
-    """Return the only member of a JSON body, a text. Raises: Fault 400, 413, 415."""
+    """Return the text of a JSON body's only member. Raises: Fault 400, 413, 415."""
     if not re.fullmatch(r"(?i)application/json[ \t]*(;.*)?", request.content_type):
         raise Fault(415, "Content-Type must be application/json")
     if request.body is None:
@@ -1572,13 +1590,15 @@ def succeed(request: Request, message: str) -> Response:
 
 
 def post_auth(app: App, request: Request) -> Response:
-    """Exchange the PIN for a token. A malformed body is no attempt."""
+    """Exchange the PIN for a token. A malformed body does not count."""
     pin = text_member(request, "pin").strip()  # pasting may add spaces
-    app.gate.count(request.client, request.now)
+    app.gate.count_attempt(request.client, request.now)
     if not app.config.pin.matches(pin):
         raise Fault(401, "Wrong PIN", ("WWW-Authenticate", "Bearer"))
     log(f"ip={request.client} PIN accepted")
-    return Response({"token": app.gate.issue(request.now), "expires_in": TOKEN_SECONDS})
+    return Response(
+        {"token": app.gate.issue_token(request.now), "expires_in": TOKEN_SECONDS}
+    )
 
 
 def get_status(app: App, request: Request) -> Response:
@@ -1626,9 +1646,9 @@ def delete_start(app: App, request: Request) -> Response:
     return succeed(request, "Cancelling; the status shows the result")
 
 
-Handling = Callable[[App, Request], Response]
+RouteHandler = Callable[[App, Request], Response]
 # Method, path, handler, and whether it works without a token.
-ROUTES: Final[tuple[tuple[str, str, Handling, bool], ...]] = (
+ROUTES: Final[tuple[tuple[str, str, RouteHandler, bool], ...]] = (
     ("GET", "/", lambda app, _: app.page, True),
     ("GET", "/apple-touch-icon.png", lambda app, _: app.icon, True),
     ("POST", "/api/auth", post_auth, True),
@@ -1651,13 +1671,13 @@ def dispatch(app: App, request: Request) -> Response:
         allowed = ", ".join(sorted(rows))
         raise Fault(405, f"Allowed here: {allowed}", ("Allow", allowed))
     handler, open_to_all = rows[request.method]
-    if not open_to_all and not app.gate.valid(request.token, request.now):
+    if not open_to_all and not app.gate.is_valid(request.token, request.now):
         raise Fault(401, "Invalid or expired token", ("WWW-Authenticate", "Bearer"))
     return handler(app, request)
 
 
 def respond(app: App, received: Request | Fault, peer: str) -> Response:
-    """Answer a request, or a Fault that was found in reading it."""
+    """Answer a request, or a Fault that was raised while reading it."""
     what = "a request"
     client = peer
     try:
@@ -1672,21 +1692,23 @@ def respond(app: App, received: Request | Fault, peer: str) -> Response:
         log(describe_bug(error))
         fault = Fault(500, "Internal error; see waker's log")
     line = f"refused {what}: {fault.status} {fault}"
-    if not within(client, app.config.proxies):  # fail2ban would ban all behind a proxy
+    if not in_networks(
+        client, app.config.proxies
+    ):  # fail2ban would ban all behind a proxy
         line = f"ip={client} {line}"
     log(line)
     return Response({"error": str(fault)}, fault.status, fault.headers)
 
 
 # ---- HTTP ----------------------------------------------------------------------------
-# Refuse ambiguous requests: they could be smuggled past a proxy. Regular expressions
-# take linear time. A connection has a thread, one request and a deadline. If there are
+# Refuse ambiguous requests: they could be smuggled past a proxy. All patterns run in
+# linear time. A connection has a thread, one request and a deadline. If there are
 # too many connections, some are dropped. Sources: RFC 9110, 9112.
 
 MAX_HEAD: Final = 16384  # bytes, with the empty line
 MAX_FIELDS: Final = 100  # a browser sends 20; thousands of tiny ones cost CPU
 MAX_CONNECTIONS: Final = 64  # at a time: half a megabyte each at worst
-CLIENT_SECONDS: Final = 10  # to send the request; again, to read the answer
+CLIENT_SECONDS: Final = 10  # to send the request, and again to read the answer
 DRAIN_SECONDS: Final = 2  # for a client to hang up after its answer
 TCHAR: Final = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 AUTHORITY: Final = rb"(?:[\w.~-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?"
@@ -1736,7 +1758,7 @@ def read_request(
             raise Fault(400, "The request ended before it was complete")
         return more
 
-    # Anything else, such as TLS, might have no empty line to wait for.
+    # Stop if this is not HTTP, a TLS hello for example: an empty line may never come.
     while b"\r\n\r\n" not in data[:MAX_HEAD] and re.match(TCHAR, data):
         if len(data) >= MAX_HEAD:
             raise Fault(431, f"The head must have at most {MAX_HEAD} bytes")
@@ -1753,12 +1775,12 @@ def read_request(
     is_short = int(length) <= MAX_BODY
     while is_short and len(body) < int(length):
         body += receive_more()
-    now = time.monotonic()  # an attempt counts when it is complete
-    # The client is the last X-Forwarded-For address that is no trusted proxy.
+    now = time.monotonic()  # a PIN attempt is timed when its request is complete
+    # The client is the last X-Forwarded-For address that is not a trusted proxy.
     client = peer
     hops = fields.get("x-forwarded-for", "").rsplit(",", 16)
     with contextlib.suppress(ValueError):  # not an address: stop here
-        while hops and within(client, proxies):
+        while hops and in_networks(client, proxies):
             client = plain_address(hops.pop().strip(" \t"))
     scheme, _, token = fields.get("authorization", "").partition(" ")
     token = token.strip(" ") if scheme.lower() == "bearer" else ""
@@ -1782,11 +1804,11 @@ def listen(where: Address) -> socket.socket:
 class Connection:
     """A client's connection: its state, and reading and writing with one deadline."""
 
-    def __init__(self, server: "Server", tcp: socket.socket, name: str) -> None:
+    def __init__(self, server: "Server", tcp: socket.socket, group: str) -> None:
         self._server = server
         self._tcp = tcp
         self._deadline = time.monotonic() + CLIENT_SECONDS
-        self.name = name  # by which the connections of a client are counted
+        self.group = group  # whose connections are counted together
         self.waiting = False  # for the client: may be dropped to make room
         self.dropped = False  # its thread is about to end
         self.answering = False  # its request is complete
@@ -1802,7 +1824,7 @@ class Connection:
     def drop(self) -> None:
         """Close it to make room; the thread that serves it will notice."""
         self.dropped = True
-        with contextlib.suppress(OSError):  # SSLSocket's would go on in plain text
+        with contextlib.suppress(OSError):  # SSLSocket's own would go on in plain text
             socket.socket.shutdown(self._tcp, socket.SHUT_RDWR)
 
     def _transfer(self, action: Callable[[], Any]) -> Any:
@@ -1816,7 +1838,7 @@ class Connection:
         except OSError as error:
             if error.errno not in (errno.EAGAIN, 2, 3):  # SSL_ERROR_WANT_READ, _WRITE
                 raise
-        # Not earlier: a request that has arrived must not be dropped, nor its answer.
+        # Mark it only now: a request that has already arrived must not be dropped.
         self.mark(waiting=True)
         self._tcp.settimeout(left)
         result = action()
@@ -1859,15 +1881,17 @@ class Handler(BaseHTTPRequestHandler):
         return head + response.body if with_body else head
 
     def drain(self) -> None:
-        """Wait briefly for the client to close: closing first could lose the answer."""
+        """Wait for the client to close: closing first could lose the answer."""
         deadline = time.monotonic() + DRAIN_SECONDS
         self.request.settimeout(DRAIN_SECONDS)
         if self.server.app.tls:
             with contextlib.suppress(OSError):  # the client may still be sending
                 self.request.unwrap()
         socket.socket.shutdown(self.request, socket.SHUT_WR)
-        while socket.socket.recv(self.request, 65536) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             self.request.settimeout(max(deadline - time.monotonic(), 0.001))
+            if not socket.socket.recv(self.request, 65536):
+                return
 
     def handle(self) -> None:
         """Answer one request, unless the connection ends or is dropped first."""
@@ -1875,7 +1899,7 @@ class Handler(BaseHTTPRequestHandler):
         app, peer = self.server.app, self.client_address[0]
         with contextlib.suppress(OSError):
             data = connection.receive()
-            if not data:  # neither an answer nor a line in the log
+            if not data:  # close without an answer or a log line
                 return
             received: Request | Fault
             try:
@@ -1896,7 +1920,7 @@ class Server(ThreadingHTTPServer):
     """Gives each connection a thread, and drops some if there are too many."""
 
     def __init__(self, app: App, tcp: socket.socket) -> None:
-        # HTTPServer would look up the name of our address, and wait for a dead DNS.
+        # HTTPServer would look up the name of our address, and hang if DNS is down.
         socketserver.BaseServer.__init__(self, tcp.getsockname()[:2], Handler)
         self.socket, self.app = tcp, app
         self.lock = threading.Condition()  # notified when a connection ends or waits
@@ -1912,10 +1936,10 @@ class Server(ThreadingHTTPServer):
                     tcp, server_side=True, do_handshake_on_connect=False
                 )
         except Exception as error:
-            shortages = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
+            temporary = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
             if not isinstance(error, OSError):
                 log(describe_bug(error))
-            elif error.errno not in shortages:
+            elif error.errno not in temporary:
                 raise  # the client has gone
             time.sleep(0.05)  # seconds, or it would spin while resources are short
             raise OSError from error  # any other would end the serving thread
@@ -1923,17 +1947,17 @@ class Server(ThreadingHTTPServer):
         return tcp, (address[0].removeprefix("::ffff:"), address[1])
 
     def _make_room(self) -> None:
-        """Drop a connection that waits for its client: any of the busiest client's."""
+        """Drop a waiting connection: any one of the busiest client's."""
         if any(each.dropped for each in self.connections.values()):
             return  # its place is about to be free
         waiting = {tcp: each for tcp, each in self.connections.items() if each.waiting}
         reading = [tcp for tcp, each in waiting.items() if not each.answering]
         for tcp in select.select(reading, [], [], 0)[0]:
             del waiting[tcp]  # its thread is about to read something
-        counts = Counter(each.name for each in self.connections.values())
-        most = max((counts[each.name] for each in waiting.values()), default=0)
+        counts = Counter(each.group for each in self.connections.values())
+        most = max((counts[each.group] for each in waiting.values()), default=0)
         if most > 6:  # a browser opens six, so up to that all clients are equal
-            busiest = {t: e for t, e in waiting.items() if counts[e.name] == most}
+            busiest = {t: e for t, e in waiting.items() if counts[e.group] == most}
             waiting = busiest
         if waiting:
             secrets.choice([*waiting.values()]).drop()
@@ -1944,8 +1968,8 @@ class Server(ThreadingHTTPServer):
             while len(self.connections) >= MAX_CONNECTIONS:
                 self._make_room()
                 self.lock.wait()
-            name = group_client(client_address[0])
-            self.connections[request] = Connection(self, request, name)
+            group = group_client(client_address[0])
+            self.connections[request] = Connection(self, request, group)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
@@ -1974,7 +1998,7 @@ class Server(ThreadingHTTPServer):
 
 
 # ---- Checking ------------------------------------------------------------------------
-# Why does it not work? Check everything that waking and unlocking need, in the order of
+# Find out why it does not work. Check what waking and unlocking need, in the order of
 # use. Send no magic packet and no secret.
 
 OK: Final = "ok"
@@ -1988,12 +2012,12 @@ def check_packet(config: Config) -> Finding:
     try:
         route = f"would leave from {find_source(config)} to {config.broadcast}"
     except OSError as error:
-        fix = "connect this box to the machine's network"
+        fix = "connect this box to the server's network"
         return "magic packet", f"{error.strerror}; {fix}", WRONG
     try:
         find_source(config, on_link=True)
     except OSError:
-        problem = "the machine is on another network, and routers stop broadcasts"
+        problem = "the server is on another network, and routers stop broadcasts"
         return "magic packet", f"{route}; {problem}", HINT
     return "magic packet", route, OK
 
@@ -2014,13 +2038,13 @@ def check_unlocking(machine: Machine, *, in_initrd: bool) -> Iterator[Finding]:
                 yield subject, "pinned and verified", OK
             else:
                 text = f"{fingerprint(seen.blob)} is not pinned yet. If this key is"
-                text += f" your machine's, set WAKER_SSH_HOST_KEY={seen}"
+                text += f" your server's, set WAKER_SSH_HOST_KEY={seen}"
                 yield subject, text, HINT
         elif machine.host_keys:
             text = "not seen; check again while the initrd waits for its passphrase"
             yield subject, text, HINT
         else:
-            yield subject, NO_PIN, HINT
+            yield subject, NOT_PINNED, HINT
         subject = "SSH key"
         key = load_key(machine.key)
         yield subject, f"{key.get_name()} {fingerprint(key.asbytes())}", OK
@@ -2081,7 +2105,7 @@ def check(config: Config, file: Path | None) -> Iterator[Finding]:
         problem = f"{file} is open to others; chmod 600 {file}"
         yield "configuration", problem, WRONG
     else:
-        yield "configuration", "every value is right", OK
+        yield "configuration", "all settings are valid", OK
     if config.pin.is_number:
         yield "PIN", "digits only: enough behind a VPN, not on the internet", HINT
     yield check_listening(config)
@@ -2092,7 +2116,7 @@ def check(config: Config, file: Path | None) -> Iterator[Finding]:
 # ---- Commands ------------------------------------------------------------------------
 # What `waker.py` does when it is run.
 
-MAX_MEMORY: Final = 64 << 20  # bytes of an unlock's or a check's data: twice its need
+MAX_MEMORY: Final = 64 << 20  # bytes of data; twice what an unlock or check needs
 
 
 def make_tls(config: Config) -> "ssl.SSLContext | None":
@@ -2104,14 +2128,14 @@ def make_tls(config: Config) -> "ssl.SSLContext | None":
 
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.set_ciphers("ECDHE+AESGCM:ECDHE+CHACHA20")  # from TLS 1.2 on
-    # One curve only: with OpenSSL's ffdhe8192, a hello would cost 100 ms of CPU. A NIST
-    # curve costs modern clients a round trip, but is better than that.
+    # One curve only: with OpenSSL's ffdhe8192, a hello would cost 100 ms of CPU. P-256
+    # costs modern clients a round trip, so it is only for a Python without X25519.
     context.set_ecdh_curve("prime256v1")
     with contextlib.suppress(ssl.SSLError):  # Python 3.11.2, as in Debian 12, fails
         context.set_ecdh_curve("X25519")
     try:
         context.load_cert_chain(cert, key, password=b"")  # or it would ask for one
-    except OSError:  # which does not say which of them
+    except OSError:  # the error does not say which file
         form = "must be a certificate and its private key, both PEM, not encrypted"
         raise ConfigError(f"WAKER_TLS_CERT and WAKER_TLS_KEY {form}") from None
     return context
@@ -2148,7 +2172,7 @@ def read_passphrase(seconds: int) -> Passphrase:
         return Passphrase(getpass.getpass("Passphrase: "))
     deadline = time.monotonic() + seconds
     given = b""
-    while len(given) < 1024:  # bytes, which is too long in any case
+    while len(given) < 1024:  # bytes; more than any valid passphrase
         left = max(deadline - time.monotonic(), 0)
         if not select.select([0], [], [], left)[0]:
             raise TimeoutError
@@ -2160,7 +2184,7 @@ def read_passphrase(seconds: int) -> Passphrase:
 
 
 def unlock_once(machine: Machine, seconds: int) -> Result:
-    """Read a passphrase, and do one unlock; each may take that many seconds."""
+    """Read a passphrase within `seconds`, then unlock within `seconds`."""
     try:
         passphrase = read_passphrase(seconds)
     except TimeoutError:
@@ -2188,7 +2212,7 @@ def print_table(findings: Iterable[Finding]) -> int:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    epilog = f"settings, from FILE or the environment, which wins; else {ENV_FILE}:"
+    epilog = f"settings, from the environment, FILE or else {ENV_FILE}:"
     for name, default, _, form in SETTINGS:
         epilog += f"\n  {name:25}{form.partition(';')[0]} [{default or 'none'}]"
     kind = argparse.RawDescriptionHelpFormatter

@@ -178,7 +178,7 @@ class Client:
         """End every token: as many newer ones take their places."""
         assert self.app
         for _ in range(waker.MAX_TOKENS):
-            self.app.gate.issue(time.monotonic())
+            self.app.gate.issue_token(time.monotonic())
 
     def status(self) -> Any:
         answer = self.call("GET", "/api/status")

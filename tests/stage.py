@@ -134,7 +134,7 @@ UNLOCKED = told(Outcome.UNLOCKED)
 LATE = told(Outcome.NOT_CONFIRMED, "the connection was lost")
 KEYS = "pinned SHA256:" + "x" * 43 + ", shown SHA256:" + "y" * 43
 CANCELLED = "Cancelled. The passphrase was not sent."
-NOT_AWAKE = "The machine did not wake: check power, network cable and Wake-on-LAN."
+NOT_AWAKE = "The server did not wake: check power, network cable and Wake-on-LAN."
 PACKET = "Magic packet sent to 52:54:00:12:34:56 from 192.168.1.2"
 EARLY = "Failed to unlock: " + told(Outcome.TOO_EARLY, sent=False)
 
@@ -195,7 +195,7 @@ def during_a_start(phone: Phone, client: Client) -> Iterator[str]:
     phone.tell("off").open(client).give_pin().sees("ready")
     phone.tell("off", "waking", "", PACKET, 0).reads(PACKET)
     yield "waking"
-    phone.tell("booting", "waking", "", "The machine is awake", 2).reads("is awake")
+    phone.tell("booting", "waking", "", "The server is awake", 2).reads("is awake")
     yield "waiting"
     phone.tell("locked", "unlocking", "", "Connecting", 4).reads("Connecting")
     yield "unlocking"

@@ -88,7 +88,7 @@ def test_what_has_no_pin_is_a_bad_request_and_no_attempt(api: Client) -> None:
 def refused(gate: waker.Gate, client: str, now: float) -> str:
     """Attempt once; returns Retry-After, empty if it was let in."""
     try:
-        gate.count(client, now)
+        gate.count_attempt(client, now)
     except waker.Fault as fault:
         assert fault.status == 429
         return dict(fault.headers)["Retry-After"]
@@ -132,7 +132,7 @@ def test_the_clients_that_are_remembered_take_3_mb_at_most() -> None:
         before = tracemalloc.get_traced_memory()[0]
         for attempt in range(10):
             for number in range(4096):
-                gate.count(f"2001:db8:{number:x}::1", attempt + number / 8192)
+                gate.count_attempt(f"2001:db8:{number:x}::1", attempt + number / 8192)
         assert tracemalloc.get_traced_memory()[0] - before < 3e6
     finally:
         tracemalloc.stop()
@@ -140,13 +140,13 @@ def test_the_clients_that_are_remembered_take_3_mb_at_most() -> None:
 
 def test_a_token_lives_15_minutes_and_64_live_at_a_time(config: waker.Config) -> None:
     app = new_app(config)
-    token, *others = (app.gate.issue(1000) for _ in range(64))
+    token, *others = (app.gate.issue_token(1000) for _ in range(64))
     for now, status in ((1899.9, 409), (1900, 401)):
         request = waker.Request("DELETE", "/api/start", "192.0.2.1", now, token=token)
         assert waker.respond(app, request, "").status == status
-    others.append(app.gate.issue(1001))
-    assert not app.gate.valid(token, 1001)
-    assert all(app.gate.valid(other, 1001) for other in others)
+    others.append(app.gate.issue_token(1001))
+    assert not app.gate.is_valid(token, 1001)
+    assert all(app.gate.is_valid(other, 1001) for other in others)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_a_machine_that_is_off_is_nothing_wrong(lab: Homelab, tmp_path: Path) ->
     status, table = run(BASE | lab.settings(), tmp_path)
     assert table["SSH key"].startswith("ok ecdsa-sha2-nistp256 SHA256:")
     assert table == {
-        "configuration": "ok every value is right",
+        "configuration": "ok all settings are valid",
         "web port": "ok 0 is free",
         "magic packet": "ok would leave from 127.0.0.1 to 127.0.0.1",
         "initrd's port": f"- {lab.initrd_port} does not answer",
@@ -107,7 +107,7 @@ REFUSED = (
 )
 NOT_PINNED = "- no host key is pinned; run waker check while the initrd waits"
 NEW = (
-    "- {seen} is not pinned yet. If this key is your machine's, set"
+    "- {seen} is not pinned yet. If this key is your server's, set"
     " WAKER_SSH_HOST_KEY={line}"
 )
 IMPOSTOR = (
@@ -219,8 +219,8 @@ def test_the_way_of_the_packet_is_told_and_none_is_sent(home: Home) -> None:
     router, machine, provider = home
     lan, wan, limited = "192.168.77.1", "198.51.100.2", "255.255.255.255"
     way = "would leave from {} to {}"
-    far = f"{way}; the machine is on another network, and routers stop broadcasts"
-    lost = "Network is unreachable; connect this box to the machine's network"
+    far = f"{way}; the server is on another network, and routers stop broadcasts"
+    lost = "Network is unreachable; connect this box to the server's network"
     with machine.capture() as at_machine, provider.capture() as at_provider:
         for box, host, broadcast, source, told, verdict in (
             (router, "192.168.77.20", limited, lan, way, "ok"),

@@ -202,7 +202,7 @@ WAKER_HOMELAB_NAME="secret"  'secret'
                 ", line 9, 10: quote the value once, as a whole",
             ],
         ),
-        ("WAKER_PIN=äöü".encode("latin-1"), [" must be UTF-8; save it as that"]),
+        ("WAKER_PIN=äöü".encode("latin-1"), [" is not UTF-8; save it as UTF-8"]),
         # The unit puts a line end in place of a file that is missing.
         (b"\n", [" is missing or empty (systemd copies it from /etc/waker/waker.env)"]),
     ],

@@ -29,7 +29,7 @@ BOTH = {"root": "x", "home": "x"}
 UNLOCKED = "unlocked: Unlocked: "
 WRONG = "wrong_passphrase: Wrong passphrase for disk "
 CAREFUL = "Be careful: after another wrong passphrase, systemd may give up"
-GAVE_UP = "gave_up: the initrd has given up on a disk; restart the machine. The passph"
+GAVE_UP = "gave_up: the initrd has given up on a disk; restart the server. The passph"
 UNCONFIRMED = (
     "not_confirmed: Not confirmed: the passphrase was sent, but the initrd did"
 )
@@ -37,7 +37,7 @@ OPEN = "already_open: no passphrase is needed: every disk is already open"
 UP = "up: no passphrase is needed: the system is already up"
 MISSING = "error: logged in, but there is no unlock command"
 ENDED = "not_asked: the unlock command ended without asking; try again. The pass"
-FOREIGN = "error: a prompt is not for a disk; answer it by hand. The passphrase was not"
+FOREIGN = "error: something other than a disk is asking"
 # For a command over SSH, bash reads .bashrc.
 NO_PRINTF = (
     "echo enable -n printf >FOLDER/.bashrc;"

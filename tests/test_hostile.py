@@ -220,12 +220,12 @@ CASES: dict[str, tuple[str, str, Runs, int, str, int]] = {
             (says("asks root, home"), reads, says("opened root")),
             (says("asks home"), reads, says("opened home")),
         ],
-        *(500, f"{DOUBT}a disk is asking again; unlocked: root;", 1),
+        *(500, f"{DOUBT}a disk is still asking; unlocked: root;", 1),
     ),
     "asks again after its own success": (
         *("systemd", PASSPHRASE),
         [(says("asks root"), reads, says("opened root"))],
-        *(500, f"{DOUBT}a disk is asking again; unlocked: root;", 1),
+        *(500, f"{DOUBT}a disk is still asking; unlocked: root;", 1),
     ),
     "asks after it was reported as open": (
         *("systemd", PASSPHRASE),
@@ -233,7 +233,7 @@ CASES: dict[str, tuple[str, str, Runs, int, str, int]] = {
             (says("asks root"), reads, says("opened home, root")),
             (says("asks home"), reads, says("opened home")),
         ],
-        *(500, f"{DOUBT}a disk is asking again; unlocked: home, root;", 1),
+        *(500, f"{DOUBT}a disk is still asking; unlocked: home, root;", 1),
     ),
     "the second disk rejects": (
         *("cryptroot", PASSPHRASE),

@@ -41,7 +41,7 @@ THREE = {"root": ODD, "home": " ", "data": " "}
 WRONG = "wrong_passphrase: Wrong passphrase for disk "
 NOT_CONFIRMED = "not_confirmed: Not confirmed: the passphrase was sent, but "
 NO_VERDICT = f"{NOT_CONFIRMED}the initrd did not confirm it."
-AGAIN = f"{NOT_CONFIRMED}a disk is asking again"
+AGAIN = f"{NOT_CONFIRMED}a disk is still asking"
 LOST = f"{NOT_CONFIRMED}the connection was lost before the initrd confirmed it."
 NOT_SENT = " The passphrase was not sent."
 # Seconds that include five to tell the outcome in. What waits to the end of its time
@@ -118,7 +118,7 @@ def test_what_is_not_right_is_told_and_nothing_sent(
         (Disks(ONE, wordless=True), NO_VERDICT, [RIGHT]),
         (Disks(ONE, dies="hangs up"), LOST, [RIGHT]),
         (Disks(ONE, dies="before"), "not_asked: the connection was lost before", []),
-        (Disks(ONE, idle=True), "not_asked: no disk asks for a passphrase", []),
+        (Disks(ONE, idle=True), "not_asked: no disk is asking", []),
         (Disks(ONE, mute=True), "not_asked: logged in, but no disk asked", []),
     ],
     ids=["wordless", "hangs up", "dies before", "idle", "mute"],
@@ -288,8 +288,8 @@ class Moody(paramiko.ServerInterface):
     [
         (HELD.append, "did not answer within 5 s"),
         (says(b"HTTP/1.1 400 No\r\n\r\n"), "does not speak SSH"),
-        (says(b"SSH-2.0-x\r\n"), "fell silent during key exchange"),
-        (Moody("login").serve, "fell silent during login"),
+        (says(b"SSH-2.0-x\r\n"), "stopped responding during key exchange"),
+        (Moody("login").serve, "stopped responding during login"),
         (Moody("exec").serve, "no disk asked for its passphrase in time"),
     ],
     ids=["silent", "web", "frozen", "login", "exec"],
