@@ -433,9 +433,8 @@ class Config(NamedTuple):
     unlock_seconds: int = 90  # room for a slow key derivation on a slow machine
     packet_seconds: float = 10  # between packets, while nothing answers
     retry_seconds: float = 5  # between tries to unlock, while no disk asks
-    doubt_seconds: float = (
-        45  # after which the message says that the initrd still answers
-    )
+    prompt_seconds: float = 120  # for a disk to ask, from the first try on
+    doubt_seconds: float = 45  # until an initrd that still answers is mentioned
     start_seconds: float = 600  # for the initrd to come up, and then for the system
 
 
@@ -1323,7 +1322,7 @@ class Starter:
             self._report(start, Phase.UNLOCKING, None, message)
             result = self._unlocker.run(passphrase, start.cancelled, start.sent)
             now = time.monotonic()
-            give_up = min(give_up, now + 120)  # seconds, from the first try
+            give_up = min(give_up, now + self._config.prompt_seconds)
             if result.outcome != "not_asked" or now > give_up:
                 return result
             message = result.message

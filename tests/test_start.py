@@ -220,7 +220,8 @@ SLOW = "The system has not answered yet."
 def test_a_start_whose_time_is_over_tells_what_was_seen(
     tmp_path: Path, disks: Disks, end: str
 ) -> None:
-    with starting(tmp_path, disks, start_seconds=0) as (client, initrd):
+    over = {"start_seconds": 0, "prompt_seconds": 0}
+    with starting(tmp_path, disks, **over) as (client, initrd):
         if disks.slow:
             wait_for(initrd.received)
             os.kill(wait_for_child(os.getpid()), signal.SIGKILL)
