@@ -113,15 +113,11 @@ def fingerprint(blob: bytes) -> str:
     return "SHA256:" + base64.b64encode(sha256(blob)).decode().rstrip("=")
 
 
-# A line has host names, a key type, the key and a comment. Host names and comments may
-# contain commas, so a comma ends a line only if another key follows. Lines that begin
-# with @revoked or @cert-authority do not match.
-KEY_TYPE: Final = "(?:ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(?:256|384|521))"
-HOSTS: Final = r"\s*(?:[^\s@]\S*\s+)?"
+# A key's type and base64 text. Host names before them and a comment after them are
+# optional, and may contain commas.
 HOST_KEY: Final = re.compile(
-    rf"{HOSTS}({KEY_TYPE})\s+([^\s,]+)"
-    rf"(?:\s(?:(?!{KEY_TYPE}\s+AAAA|@revoked|@cert-authority).)*?)?"
-    rf"(?:,(?={HOSTS}{KEY_TYPE}\s+AAAA)|\s*$)"
+    r"(?:^|[\s,])(ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(?:256|384|521))"
+    r"\s+(AAAA[\w+/=]+)(?=[\s,]|$)"
 )
 
 
@@ -147,16 +143,11 @@ class HostKey(NamedTuple):
 
     @classmethod
     def parse_all(cls, text: str) -> tuple["HostKey", ...]:
-        """Parse comma-separated lines of .pub or known_hosts files, if any."""
-        keys: list[HostKey] = []
-        end = 0
-        while end < len(text):
-            found = HOST_KEY.match(text, end)
-            if not found:
-                raise ValueError
-            keys.append(cls.parse(found[1], found[2]))
-            end = found.end()
-        return tuple(keys)
+        """Parse lines of .pub or known_hosts files, separated by commas, if any."""
+        keys = tuple(cls.parse(*found) for found in HOST_KEY.findall(text))
+        if bool(keys) != bool(text) or re.search("@revoked|@cert-authority", text):
+            raise ValueError
+        return keys
 
     def __str__(self) -> str:
         return f"{self.kind} {base64.b64encode(self.blob).decode()}"
@@ -247,10 +238,7 @@ class Outcome(enum.Enum):
     TOO_MUCH = "not_asked", "the unlock command wrote too much text without asking"
     MISSING = "error", "logged in, but there is no unlock command: check WAKER_INITRD"
     REFUSED = "error", "logged in, but the server refuses to run the unlock command"
-    OTHER_PROMPT = (
-        "error",
-        "something other than a disk is asking; answer it at the console",
-    )
+    OTHER_PROMPT = "error", "a prompt is not for a disk; answer it at the console"
     NO_MEMORY = "error", "out of memory while talking to the SSH server"
     ERROR = "error", "{}"
 
@@ -1553,9 +1541,8 @@ def load_page() -> tuple[Response, Response]:
     if not found:
         raise ConfigError("ui.html is damaged; reinstall it")
     # The policy allows this style and this script, by hash, and no others.
-    style, script = (
-        base64.b64encode(sha256(code)).decode() for code in found.group(2, 3)
-    )
+    codes = found.group(2, 3)
+    style, script = (base64.b64encode(sha256(code)).decode() for code in codes)
     policy = (
         f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}';"
         " connect-src 'self'; img-src 'self' data:; manifest-src data:;"

@@ -37,7 +37,7 @@ OPEN = "already_open: no passphrase is needed: every disk is already open"
 UP = "up: no passphrase is needed: the system is already up"
 MISSING = "error: logged in, but there is no unlock command"
 ENDED = "not_asked: the unlock command ended without asking; try again. The pass"
-FOREIGN = "error: something other than a disk is asking"
+FOREIGN = "error: a prompt is not for a disk; answer it at the console"
 # For a command over SSH, bash reads .bashrc.
 NO_PRINTF = (
     "echo enable -n printf >FOLDER/.bashrc;"
