@@ -506,9 +506,8 @@ def check_ports(machine: Machine) -> PortStates:
         if "dropbear" in banner:
             return PortStates(initrd=PortState.OPEN, system=PortState.CLOSED)
         return PortStates(initrd=PortState.CLOSED, system=PortState.OPEN)
-    states = dict.fromkeys(
-        (machine.initrd_port, machine.system_port), PortState.UNKNOWN
-    )
+    ports = machine.initrd_port, machine.system_port
+    states = dict.fromkeys(ports, PortState.UNKNOWN)
 
     def probe(port: int) -> None:
         states[port], _ = probe_port(machine.host, port)
@@ -533,9 +532,7 @@ class Watcher:
     def check(self, now: float) -> PortStates:
         """Return a result that is at most a second old."""
         with self._lock:
-            if (
-                now >= self._checked + 1
-            ):  # OpenSSH penalises clients that connect more often
+            if now >= self._checked + 1:  # OpenSSH penalises more frequent clients
                 self._states = check_ports(self._machine)
                 self._checked = now
             return self._states
@@ -553,6 +550,7 @@ END_SECONDS: Final = 3  # for a command to end after its verdict
 MAX_LINE: Final = 65536  # characters of output; no initrd writes a longer line
 MAX_OUTPUT: Final = 1 << 20  # bytes of output of one command
 MAX_DISKS: Final = 16  # disks answered; a lying server could keep asking
+VERDICTS: Final = (Outcome.UNLOCKED, Outcome.WRONG_PASSPHRASE)
 SENT_REPORT: Final = '{"sent": true}'  # printed before the passphrase is sent
 NO_PARAMIKO: Final = "paramiko is missing or incomplete; install python3-paramiko"
 NOT_PINNED: Final = "no host key is pinned; run waker check while the initrd waits"
@@ -582,10 +580,8 @@ def open_transport(machine: Machine) -> "Transport":
     if not banner or not b"SSH-".startswith(banner[:4]):
         where = f"{machine.initrd_port} of {machine.host}"
         raise NotSent(Outcome.UNREACHABLE, f"{where} {reason}")
-    tcp.setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-    )  # send small packets at once
-    # Notice a machine that has lost its power.
+    # Send small packets at once, and notice a machine that has lost its power.
+    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, LOST_SECONDS // 2)
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
@@ -781,10 +777,7 @@ class Session:
         try:
             command = Command(self._transport, self._dialect)
             event, disks = command.next_event(until)
-            while event in (
-                Outcome.UNLOCKED,
-                Outcome.WRONG_PASSPHRASE,
-            ):  # others did it
+            while event in VERDICTS:  # on somebody else's answer
                 event, disks = command.next_event(until)
         except SHORTAGES:
             event = Outcome.NO_MEMORY
@@ -1373,12 +1366,11 @@ class Starter:
             self._unlocker.claim("start")
             try:
                 start = Start(now)
-                arguments = start, [passphrase]
                 # Not a daemon thread: on exit, Python waits for it.
-                thread = threading.Thread(
-                    None, self._run, "start", arguments, daemon=False
-                )
-                thread.start()
+                arguments = start, [passphrase]
+                threading.Thread(
+                    name="start", target=self._run, args=arguments, daemon=False
+                ).start()
             except (RuntimeError, MemoryError):
                 self._unlocker.claimed.release()
                 raise Fault(503, "Too busy; try again", ("Retry-After", "5")) from None
@@ -1678,9 +1670,8 @@ def respond(app: App, received: Request | Fault, peer: str) -> Response:
         log(describe_bug(error))
         fault = Fault(500, "Internal error; see waker's log")
     line = f"refused {what}: {fault.status} {fault}"
-    if not in_networks(
-        client, app.config.proxies
-    ):  # fail2ban would ban all behind a proxy
+    # A trusted proxy is not named: fail2ban would ban everybody behind it.
+    if not in_networks(client, app.config.proxies):
         line = f"ip={client} {line}"
     log(line)
     return Response({"error": str(fault)}, fault.status, fault.headers)
