@@ -113,11 +113,15 @@ def fingerprint(blob: bytes) -> str:
     return "SHA256:" + base64.b64encode(sha256(blob)).decode().rstrip("=")
 
 
-# A key's type and base64 text. Host names before them and a comment after them are
-# optional, and may contain commas.
+# A line has host names, a key type, the key and a comment. Host names and comments may
+# contain commas, so a comma ends a line only if another key follows. Lines that begin
+# with @revoked or @cert-authority do not match.
+KEY_TYPE: Final = "(?:ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(?:256|384|521))"
+HOSTS: Final = r"\s*(?:[^\s@]\S*\s+)?"
 HOST_KEY: Final = re.compile(
-    r"(?:^|[\s,])(ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(?:256|384|521))"
-    r"\s+(AAAA[\w+/=]+)(?=[\s,]|$)"
+    rf"{HOSTS}({KEY_TYPE})\s+([^\s,]+)"
+    rf"(?:\s(?:(?!{KEY_TYPE}\s+AAAA|@revoked|@cert-authority).)*?)?"
+    rf"(?:,(?={HOSTS}{KEY_TYPE}\s+AAAA)|\s*$)"
 )
 
 
@@ -143,11 +147,16 @@ class HostKey(NamedTuple):
 
     @classmethod
     def parse_all(cls, text: str) -> tuple["HostKey", ...]:
-        """Parse lines of .pub or known_hosts files, separated by commas, if any."""
-        keys = tuple(cls.parse(*found) for found in HOST_KEY.findall(text))
-        if bool(keys) != bool(text) or re.search("@revoked|@cert-authority", text):
-            raise ValueError
-        return keys
+        """Parse comma-separated lines of .pub or known_hosts files, if any."""
+        keys: list[HostKey] = []
+        end = 0
+        while end < len(text):
+            found = HOST_KEY.match(text, end)
+            if not found:
+                raise ValueError
+            keys.append(cls.parse(found[1], found[2]))
+            end = found.end()
+        return tuple(keys)
 
     def __str__(self) -> str:
         return f"{self.kind} {base64.b64encode(self.blob).decode()}"
@@ -683,7 +692,8 @@ class Command:
         """Take some output; False if it has ended. Raises: TimeoutError."""
         data = self._channel.recv(65536)
         self._received += len(data)
-        *lines, rest = (self._rest + to_ascii(data)).split("\n")
+        text = to_ascii(data) if data else "\n"  # the end completes the last line
+        *lines, rest = (self._rest + text).split("\n")
         self._lines += lines
         self._rest = rest[-MAX_LINE:]
         return bool(data)
@@ -712,6 +722,9 @@ class Command:
             except TimeoutError:
                 return Outcome.SILENT, []
             if not continues:
+                last_event = self._find_event()
+                if last_event:
+                    return last_event
                 self._channel.status_event.wait(END_SECONDS)  # it may follow the output
                 missing = Outcome.MISSING
                 endings = {0: self._dialect.silence, 126: missing, 127: missing}
@@ -842,7 +855,8 @@ class Session:
             self._opened += named
             self._answered.update(named)
             # Dropbear may end a channel that is opened before the last one has ended.
-            command.next_event(time.monotonic() + END_SECONDS)
+            with contextlib.suppress(*SHORTAGES):  # the disk is open in any case
+                command.next_event(time.monotonic() + END_SECONDS)
             seconds = 15  # for the next disk
 
 
@@ -1282,9 +1296,9 @@ class Starter:
             if ports.initrd is PortState.OPEN:
                 return
             if now > deadline:
+                if PortState.UNKNOWN in ports:
+                    why = "could not be checked; is WAKER_HOMELAB_HOST right?"
                 raise Ended(Phase.FAILED, "not_awake", f"The server {why} {UNSENT}")
-            if PortState.UNKNOWN in ports:
-                why = "could not be checked; is WAKER_HOMELAB_HOST right?"
             if PortState.CLOSED in ports:
                 message = "The server is awake and starting up"
                 why = "woke, but the SSH port of its initrd stayed closed."
@@ -1721,6 +1735,26 @@ def parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:
     return request_line[1].decode(), request_line[2].decode(), fields
 
 
+def receive_head(data: bytes, receive: Callable[[], bytes]) -> bytes:
+    """Receive until `data` contains the head. Raises: Fault 431.
+
+    Return at once what cannot become one, such as a TLS hello or a bare LF: its empty
+    line may never come.
+    """
+    is_checked = False  # the request line
+    while b"\r\n\r\n" not in data[:MAX_HEAD]:
+        if not re.match(TCHAR, data) or data.count(b"\n") != data.count(b"\r\n"):
+            return data
+        if not is_checked and b"\r\n" in data:
+            is_checked = True
+            if not REQUEST_LINE.fullmatch(data.partition(b"\r\n")[0]):
+                return data
+        if len(data) >= MAX_HEAD:
+            raise Fault(431, f"The head must have at most {MAX_HEAD} bytes")
+        data += receive()
+    return data
+
+
 def read_request(
     data: bytes, receive: Callable[[], bytes], peer: str, proxies: Sequence[Network]
 ) -> Request:
@@ -1735,11 +1769,7 @@ def read_request(
             raise Fault(400, "The request ended before it was complete")
         return more
 
-    # Stop if this is not HTTP, a TLS hello for example: an empty line may never come.
-    while b"\r\n\r\n" not in data[:MAX_HEAD] and re.match(TCHAR, data):
-        if len(data) >= MAX_HEAD:
-            raise Fault(431, f"The head must have at most {MAX_HEAD} bytes")
-        data += receive_more()
+    data = receive_head(data, receive_more)
     head, _, body = data.partition(b"\r\n\r\n")
     method, path, fields = parse_head(head)
     if not re.fullmatch(AUTHORITY, fields.get("host", "").encode("latin-1")):

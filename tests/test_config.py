@@ -47,7 +47,6 @@ def faults(values: dict[str, str], folder: Path) -> list[str]:
         (waker.HostKey.parse_all, f"nas.lan,192.168.1.20 {KEY}", (PINNED,)),
         (waker.HostKey.parse_all, f"{KEY},{KEY} root@box", (PINNED, PINNED)),
         (waker.HostKey.parse_all, f"{KEY} , {KEY}", (PINNED, PINNED)),
-        (waker.HostKey.parse_all, f"{KEY} root@box {KEY},", (PINNED, PINNED)),
         (
             *(waker.HostKey.parse_all, f"nas,10.0.0.2 {KEY} a, b,nas,10.0.0.2 {KEY}"),
             (PINNED, PINNED),
@@ -97,8 +96,10 @@ LISTEN = "must be ADDRESS:PORT such as 0.0.0.0:8080"
         ("WAKER_SSH_HOST_KEY", f"{KEY[:-4]}|{KEY}*|ssh-ed25519 {BLOB[:20]}", KEYS),
         ("WAKER_SSH_HOST_KEY", f"ecdsa-sha2-nistp384 {NISTP256}", KEYS),
         # Nothing that looks like a second key is taken for a comment on the first.
-        ("WAKER_SSH_HOST_KEY", f"{KEY} x,@revoked a,b {KEY}|x{KEY}", KEYS),
-        ("WAKER_SSH_HOST_KEY", f"{KEY},{KEY[:-4]}", KEYS),
+        ("WAKER_SSH_HOST_KEY", f"{KEY} {KEY}|{KEY} root@box {KEY}|{KEY},", KEYS),
+        ("WAKER_SSH_HOST_KEY", f"{KEY} x,@revoked a,b {KEY}|{KEY},x", KEYS),
+        ("WAKER_SSH_HOST_KEY", f"{KEY},{KEY[:-4]}|{KEY} replaces {KEY}", KEYS),
+        ("WAKER_SSH_HOST_KEY", f"# old: {KEY},{KEY}", KEYS),
         ("WAKER_SSH_HOST_KEY", f"{KEY} x,@cert-authority a,b {KEY}", KEYS),
         ("WAKER_LISTEN", "8080|::1:80|1.2.3:80|1.2.3.4:65536", LISTEN),
         ("WAKER_TRUSTED_PROXY", "nginx", "must be addresses such as 10.0.0.2,10.0.0.3"),

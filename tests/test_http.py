@@ -566,3 +566,21 @@ def test_a_wrong_certificate_is_told(certificate: Certificate, tmp_path: Path) -
         settings = MACHINE | dict(zip(certificate.settings(), files, strict=True))
         with pytest.raises(waker.ConfigError, match=f"^WAKER_TLS_.*{words}"):
             waker.make_tls(waker.read_config(settings | {"WAKER_PIN": PIN}, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\nHost: x\n\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\n",
+        b"GET /\r\n",
+        b"SSH-2.0-x\r\n",
+    ],
+)
+def test_what_cannot_become_a_request_is_refused_at_once(
+    api: Client, data: bytes
+) -> None:
+    """Its client goes on waiting; so would a thread."""
+    began = time.monotonic()
+    assert api.raw(data)[0] == 400
+    assert time.monotonic() - began < waker.CLIENT_SECONDS - 1
