@@ -6,8 +6,8 @@
 Away from home, you type a PIN and the disk's passphrase into a web page. This daemon,
 on a Raspberry Pi or router near the machine, wakes the machine, watches it and unlocks
 its disk. The passphrase is sent only after this connection's host key matched a pinned
-key and the initrd asked. "Unlocked" is reported only if the initrd said so. It writes
-no files, so a restart invalidates all tokens.
+key and the initrd asked. "Unlocked" is reported only if the initrd said so. The
+daemon writes no files, so a restart invalidates all tokens.
 
 The rules of this file:
 1. Read it top to bottom, once: a name is defined before it is used.
@@ -711,24 +711,22 @@ class Command:
 
     def next_event(self, until: float) -> tuple[Outcome, list[str]]:
         """Return the next event and the disks that it names, or why there is none."""
+        ended = False
         while not (event := self._find_event()):
+            if ended:
+                self._channel.status_event.wait(END_SECONDS)  # it may follow the output
+                missing = Outcome.MISSING
+                endings = {0: self._dialect.silence, 126: missing, 127: missing}
+                return endings.get(self._channel.exit_status, Outcome.ENDED), []
             if self._received > MAX_OUTPUT:
                 self._channel.get_transport().close()
                 return Outcome.TOO_MUCH, []
             # With a timeout of 0, `recv` still returns what arrived in time.
             self._channel.settimeout(max(until - time.monotonic(), 0))
             try:
-                continues = self._receive()
+                ended = not self._receive()
             except TimeoutError:
                 return Outcome.SILENT, []
-            if not continues:
-                last_event = self._find_event()
-                if last_event:
-                    return last_event
-                self._channel.status_event.wait(END_SECONDS)  # it may follow the output
-                missing = Outcome.MISSING
-                endings = {0: self._dialect.silence, 126: missing, 127: missing}
-                return endings.get(self._channel.exit_status, Outcome.ENDED), []
         return event
 
     def answer(
@@ -804,10 +802,13 @@ class Session:
         """List disk names; hide the passphrase and shorten long names."""
         secret = to_ascii(self._passphrase.data)
         shown = ["a disk" if secret in disk else disk for disk in disks]
+        whole = ", ".join(shown)
+        short = ", ".join(disk[:200] for disk in shown)[:limit]
         # A passphrase with a comma may have been split into names.
-        if secret in ", ".join(shown) and secret not in (",", " ", ", "):
+        is_split = secret in whole or secret in short
+        if is_split and secret not in (",", " ", ", "):
             return "a disk"
-        return ", ".join(disk[:200] for disk in shown)[:limit]
+        return short
 
     def _explain_failure(self, event: Outcome, disks: Sequence[str]) -> Result:
         """Return the result for anything but UNLOCKED after the passphrase was sent."""

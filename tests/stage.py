@@ -231,7 +231,7 @@ def during_a_start(phone: Phone, client: Client) -> Iterator[str]:
 def after_a_start(phone: Phone, client: Client) -> Iterator[str]:
     phone.page.clock.install()
     phone.tell("off").open(client).give_pin().sees("ready")
-    fail(phone, Outcome.WRONG_PASSPHRASE, "cryptroot", sent=True)
+    fail(phone, Outcome.WRONG_PASSPHRASE, "disk cryptroot", sent=True)
     yield "wrong passphrase"
     fail(phone, Outcome.OTHER_HOST_KEY, KEYS, sent=False)
     yield "another host key"
