@@ -221,6 +221,7 @@ class Fault(Exception):
 
 UNSENT: Final = "The passphrase was not sent."
 SENT_BUT: Final = "Not confirmed: the passphrase was sent, but "
+SUCCESSES: Final = ("unlocked", "already_open", "up")  # words of Outcome
 
 
 class Outcome(enum.Enum):
@@ -787,13 +788,13 @@ class Session:
         until = min(self._deadline, time.monotonic() + seconds)
         try:
             command = Command(self._transport, self._dialect)
-            event, disks = command.next_event(until)
-            while event in VERDICTS:  # on somebody else's answer
-                event, disks = command.next_event(until)
         except SHORTAGES:
-            event = Outcome.NO_MEMORY
+            raise
         except PEER_ERRORS:
-            event = Outcome.REFUSED
+            raise NotSent(self._explain_end(Outcome.REFUSED)) from None
+        event, disks = command.next_event(until)
+        while event in VERDICTS:  # on somebody else's answer
+            event, disks = command.next_event(until)
         if event is not Outcome.ASKS:
             raise NotSent(self._explain_end(event))
         return command, disks
@@ -830,7 +831,7 @@ class Session:
             reason = "waker ran out of memory before the initrd confirmed it"
         return Result.of(Outcome.NOT_CONFIRMED, reason + unlocked, sent=True)
 
-    def unlock(self, before_sending: Callable[[], None]) -> Result:
+    def _answer_disks(self, before_sending: Callable[[], None]) -> Result:
         """Answer each disk that asks, once, until no new disk asks."""
         seconds = 60  # for the first prompt: an emulated machine took 30
         while True:
@@ -839,6 +840,8 @@ class Session:
             except NotSent as why:
                 if not self._opened:
                     return why.result
+                if why.result.outcome == "gave_up":  # on another disk
+                    return self._explain_failure(Outcome.GAVE_UP, [])
                 disks = self._list(self._opened)
                 return Result.of(Outcome.UNLOCKED, disks, sent=True)
             if self._answered & set(asking):  # never answer a disk twice
@@ -847,18 +850,23 @@ class Session:
                 return self._explain_failure(Outcome.ONE_MORE, asking)
             self._answered.update(asking)
             before_sending()
-            try:
-                event, named = command.answer(self._passphrase, asking, self._deadline)
-            except SHORTAGES:
-                event, named = Outcome.NO_MEMORY, asking
+            event, named = command.answer(self._passphrase, asking, self._deadline)
             if event is not Outcome.UNLOCKED:
                 return self._explain_failure(self._explain_end(event), named)
             self._opened += named
             self._answered.update(named)
             # Dropbear may end a channel that is opened before the last one has ended.
-            with contextlib.suppress(*SHORTAGES):  # the disk is open in any case
-                command.next_event(time.monotonic() + END_SECONDS)
+            command.next_event(time.monotonic() + END_SECONDS)
             seconds = 15  # for the next disk
+
+    def unlock(self, before_sending: Callable[[], None]) -> Result:
+        """Unlock the disks; call `before_sending` each time before it is sent."""
+        try:
+            return self._answer_disks(before_sending)
+        except SHORTAGES:
+            if not self._answered:
+                return Result.of(Outcome.NO_MEMORY, sent=False)
+            return self._explain_failure(Outcome.NO_MEMORY, [])
 
 
 def unlock(
@@ -1192,8 +1200,8 @@ def describe_bug(error: BaseException) -> str:
 
 SHOWN_SECONDS: Final = 3600  # how long the status shows a finished start
 STILL_LOCKED: Final = (
-    "Not confirmed. The initrd is still running: it may still be checking the"
-    " passphrase, or the passphrase was wrong."
+    "The initrd is still running: it may still be checking the passphrase, or the"
+    " passphrase was wrong."
 )
 
 
@@ -1343,7 +1351,7 @@ class Starter:
             message = result.message
             is_late = now >= began + self._config.doubt_seconds
             if not confirmed and is_late and ports.initrd is PortState.OPEN:
-                message = STILL_LOCKED
+                message = f"{result.message} {STILL_LOCKED}"
             self._report(start, Phase.BOOTING, result.outcome, message)
         raise Ended(
             Phase.FAILED, "not_up", f"{message} The system has not answered yet."
@@ -1624,7 +1632,7 @@ def post_unlock(app: App, request: Request) -> Response:
         raise Fault(400, result.message)
     if result.outcome == "not_confirmed":
         raise Fault(500, f"{result.message[:-1]}; watch GET /api/status")
-    if result.outcome not in ("unlocked", "already_open", "up"):
+    if result.outcome not in SUCCESSES:
         raise Fault(500, f"Failed to unlock: {result.message}")
     return succeed(request, result.message)
 
@@ -2198,7 +2206,9 @@ def unlock_once(machine: Machine, seconds: int) -> Result:
     except TimeoutError:
         reason = f"no passphrase came within {seconds} s"
         return Result.of(Outcome.ERROR, reason, sent=False)
-    except (ValueError, OSError, EOFError, KeyboardInterrupt):
+    except (EOFError, KeyboardInterrupt):
+        return Result.of(Outcome.ERROR, "no passphrase was typed", sent=False)
+    except (ValueError, OSError):
         reason = "a passphrase is 1 to 512 bytes of UTF-8, no control characters"
         return Result.of(Outcome.ERROR, reason, sent=False)
     signal.alarm(seconds)  # ends the process even if something hangs
@@ -2269,7 +2279,8 @@ def main(argv: Sequence[str]) -> int:
                 return 0
             result = unlock_once(machine, arguments.seconds)
             print(json.dumps(result._asdict()), flush=True)
-            os._exit(result.outcome != "unlocked")  # paramiko's threads would take 15 s
+            # Not sys.exit: paramiko's threads would take 15 s to end.
+            os._exit(result.outcome not in SUCCESSES)
         config = read_config(values, folder)
         app = App(config, Unlocker(config, Path(argv[0]), os.environ), make_tls(config))
         if arguments.command == "check":

@@ -325,20 +325,22 @@ def test_unlock_by_hand_takes_utf8_in_any_locale(tmp_path: Path) -> None:
 
 # Under nohup, ^C would be ignored.
 PROMPT = 'exec setsid --ctty env --default-signal=INT "$@"'
+FORM = "a passphrase is 1 to 512 bytes of UTF-8, no control characters"
+NOTHING = "no passphrase was typed"
 
 
 @pytest.mark.parametrize(
-    ("command", "key"),
+    ("command", "key", "told"),
     [
-        ('"$@" <&-', b""),
-        ("printf 'two\\n\\n' | \"$@\"", b""),
-        ("printf '\\377' | \"$@\"", b""),
-        (PROMPT, b"\x03"),
-        (PROMPT, b"\x04"),
+        ('"$@" <&-', b"", FORM),
+        ("printf 'two\\n\\n' | \"$@\"", b"", FORM),
+        ("printf '\\377' | \"$@\"", b"", FORM),
+        (PROMPT, b"\x03", NOTHING),
+        (PROMPT, b"\x04", NOTHING),
     ],
     ids=["closed", "two line ends", "no UTF-8", "^C at the prompt", "^D at the prompt"],
 )
-def test_unlock_by_hand_says_what_it_takes(command: str, key: bytes) -> None:
+def test_unlock_by_hand_says_what_it_takes(command: str, key: bytes, told: str) -> None:
     ours, its = os.openpty()
     with subprocess.Popen(
         ["sh", "-c", command, "sh", sys.executable, PROGRAM, "unlock"],
@@ -356,6 +358,5 @@ def test_unlock_by_hand_says_what_it_takes(command: str, key: bytes) -> None:
         printed, complaints = child.communicate(timeout=60)
     os.close(ours)
     os.close(its)
-    told = "a passphrase is 1 to 512 bytes of UTF-8, no control characters"
     assert json.loads(printed)["message"].startswith(told)
     assert (child.returncode, complaints) == (1, "")
