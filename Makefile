@@ -12,6 +12,7 @@ PARALLEL := --numprocesses 14 --maxschedchunk 1
 # Tests begin hundreds of processes: none of them is to compile everything again.
 export PYTHONDONTWRITEBYTECODE :=
 INIT ?= $(if $(wildcard /etc/rc.common),procd,systemd)
+$(if $(filter systemd procd,$(INIT)),,$(error INIT must be systemd or procd))
 PREFIX ?= $(if $(filter procd,$(INIT)),/usr,/usr/local)
 $(if $(filter /%,$(PREFIX)),,$(error PREFIX must begin with /))
 DESTDIR ?=

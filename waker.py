@@ -20,6 +20,11 @@ The rules of this file:
    reports progress, reads the clock.
 """
 
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - an older Python must say so
+    sys.exit("waker needs Python 3.11 or later")
+
 import argparse
 import base64
 import contextlib
@@ -40,7 +45,6 @@ import select
 import signal
 import socket
 import socketserver
-import sys
 import threading
 import time
 import traceback
@@ -174,36 +178,57 @@ def in_networks(address: str, networks: Iterable[Network]) -> bool:
     return any(ipaddress.ip_address(address) in network for network in networks)
 
 
-# How common wrong key files begin, and the fix. The first match wins.
+class FileKind(NamedTuple):
+    """A kind of file that a setting names."""
+
+    remedy: str  # if it is missing; {} is its path
+    wrong: tuple[tuple[str, str], ...] = ()  # how wrong files begin, and the fix
+    private: bool = False  # only its owner and its group may read it
+
+    def find_problem(self, path: Path) -> str:
+        """Return what is wrong with a file and how to fix it, or an empty string."""
+        try:
+            mode = path.stat().st_mode
+            if not path.is_file():
+                return f"{path} is not a file; correct the path"
+            content = path.read_bytes().decode("latin-1")
+        except FileNotFoundError:
+            return f"{path} is missing; {self.remedy.format(path)}"
+        except OSError as error:
+            return f"{path}: {error.strerror}; try with sudo"
+        if content == "\n":  # what the unit passes for a missing file
+            source = f"/etc/waker/{path.name}"
+            return f"{source} is missing; {self.remedy.format(source)}"
+        if not content:
+            return f"{path} is empty; {self.remedy.format(path)}"
+        for beginning, fix in self.wrong:
+            if re.match(beginning, content):
+                return f"{path} {fix.format(path)}"
+        if self.private and mode & 0o007:
+            return f"{path} is open to others; chmod 600 {path}"
+        return ""
+
+
+PKCS8_FIX: Final = (
+    "is in PKCS#8 format; convert it with: ssh-keygen -p -N '' -f {} (for Ed25519,"
+    " OpenSSH 9.6 or later)"
+)
+# How common wrong files begin, and the fix. The first match wins.
 NOT_KEYS: Final = (
     (r"(ssh|ecdsa)-", "is a public key; name the private one, without .pub"),
     (r"PuTTY-|\0\0\0", "is PuTTY's or dropbear's; convert it to OpenSSH's format"),
     (r"(?s)(?!.*PRIVATE KEY)", "must be an Ed25519, ECDSA or RSA private key"),
 )
-
-
-def file_problem(path: Path, *, private: bool = False) -> str:
-    """Return what is wrong with a file and how to fix it, or an empty string."""
-    try:
-        mode = path.stat().st_mode
-        if not path.is_file():
-            return f"{path} is not a file; correct the path"
-        content = path.read_bytes().decode("latin-1")
-    except FileNotFoundError:
-        return f"{path} is missing or empty"
-    except OSError as error:
-        return f"{path}: {error.strerror}; try with sudo"
-    if len(content) < 2:  # the unit passes a single newline for a missing file
-        hint = f"systemd copies it from /etc/waker/{path.name}"
-        return f"{path} is missing or empty ({hint})"
-    if not private:
-        return ""
-    for beginning, problem in NOT_KEYS:
-        if re.match(beginning, content):
-            return f"{path} {problem}"
-    if mode & 0o007:  # the group may read it, as with systemd's credentials
-        return f"{path} is open to others; chmod 600 {path}"
-    return ""
+NOT_SSH_KEYS: Final = ((r"\s*-+BEGIN PRIVATE KEY", PKCS8_FIX), *NOT_KEYS)
+MAKE_KEY: Final = "make it with: ssh-keygen -t ed25519 -N '' -f {}"
+MAKE_CERT: Final = (
+    "make both with: openssl req -x509 -newkey rsa:3072 -nodes -days 365"
+    " -subj /CN=waker -keyout key.pem -out cert.pem"
+)
+SSH_KEY: Final = FileKind(MAKE_KEY, NOT_SSH_KEYS, private=True)
+TLS_CERT: Final = FileKind(MAKE_CERT)
+TLS_KEY: Final = FileKind(MAKE_CERT, NOT_KEYS, private=True)
+SETTINGS_FILE: Final = FileKind("copy waker.env.example there and edit it")
 
 
 class Fault(Exception):
@@ -638,7 +663,7 @@ def load_key(path: Path) -> "PKey":
     """Load our private key, whatever its type. Raises: NotSent."""
     import paramiko
 
-    problem = file_problem(path, private=True)
+    problem = SSH_KEY.find_problem(path)
     if problem:
         raise NotSent(Outcome.ERROR, f"SSH key {problem}")
     for kind in (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey):
@@ -651,7 +676,7 @@ def load_key(path: Path) -> "PKey":
             raise
         except PEER_ERRORS:
             continue  # it is of another type, or damaged
-    reason = f"SSH key {path} must be an Ed25519, ECDSA or RSA private key"
+    reason = f"SSH key {path} is damaged, or not an Ed25519, ECDSA or RSA key"
     raise NotSent(Outcome.ERROR, reason)
 
 
@@ -669,7 +694,8 @@ def log_in(transport: "Transport", machine: Machine) -> None:
             raise NotSent(Outcome.BROKEN_OFF, "login") from None
     if not transport.is_authenticated():
         detail = f"{fingerprint(key.asbytes())} for user {machine.user}: add it"
-        detail += " to the initrd's authorized_keys, and rebuild the initrd"
+        detail += " to the initrd's authorized_keys and rebuild the initrd, or correct"
+        detail += " WAKER_SSH_USER, or install that user's shell in the initrd"
         raise NotSent(Outcome.KEY_REFUSED, detail)
 
 
@@ -910,7 +936,7 @@ class Unlocker:
 
     def claim(self, purpose: str) -> None:
         """Reserve the unlocker. Raises: Fault 409 if it is taken; 500."""
-        problem = file_problem(self._machine.key, private=True)
+        problem = SSH_KEY.find_problem(self._machine.key)
         if problem:
             problem = f"SSH key {problem}"
         if not importlib.util.find_spec("paramiko"):  # importing it would take 20 MB
@@ -998,7 +1024,17 @@ def parse_port(text: str) -> int:
 
 
 def parse_path(text: str) -> Path | None:
-    return Path(match_whole(r"[^\x00-\x1f]+", text)) if text else None
+    """Parse a path; `~` is not expanded, since waker may run as another user."""
+    return Path(match_whole(r"(?!~)[^\x00-\x1f]+", text)) if text else None
+
+
+def parse_host(text: str) -> str:
+    """Parse the address of a single machine."""
+    host = plain_address(text)
+    address = ipaddress.ip_address(host)
+    if address.is_multicast or address.is_unspecified or host == "255.255.255.255":
+        raise ValueError
+    return host
 
 
 def parse_dialect(text: str) -> Dialect:
@@ -1023,26 +1059,36 @@ def parse_networks(text: str) -> tuple[Network, ...]:
 Setting = tuple[str, str, Callable[[str], object], str]
 PARSE_USER: Final = functools.partial(match_whole, "[!-~]{1,64}")
 PARSE_NAME: Final = functools.partial(match_whole, "[^\x00-\x1f\x7f-\x9f]{0,64}")
-ADDRESS_FORM: Final = "an IP address such as 192.168.1.20; `ping NAME` shows it"
+ADDRESS_FORM: Final = (
+    "the server's own IP address, such as 192.168.1.20; `ping NAME` shows it"
+)
+MAC_FORM: Final = (
+    "a MAC address such as 52:54:00:12:34:56; the network card's own, as `ip link`"
+    " shows it, not a group address"
+)
+WHOLE: Final = "; write it whole, without ~"
 KEY_FORM: Final = (
     "a line such as ssh-ed25519 AAAA...; the whole key, not its fingerprint"
 )
+PROXY_FORM: Final = (
+    "addresses such as 10.0.0.2,10.0.0.3; a network ends in zeros, as in 10.0.0.0/24"
+)
 SETTINGS: Final[tuple[Setting, ...]] = (
-    ("WAKER_HOMELAB_HOST", "", plain_address, ADDRESS_FORM),
+    ("WAKER_HOMELAB_HOST", "", parse_host, ADDRESS_FORM),
     ("WAKER_INITRD", "cryptroot", parse_dialect, "cryptroot (dropbear) or systemd"),
     ("WAKER_INITRD_SSH_PORT", "2222", parse_port, "a port, 1 to 65535"),
     ("WAKER_SYSTEM_SSH_PORT", "22", parse_port, "a port, 1 to 65535"),
     ("WAKER_SSH_USER", "root", PARSE_USER, "a user's name"),
-    ("WAKER_SSH_KEY", "ssh_key", parse_path, "the path of the SSH key"),
+    ("WAKER_SSH_KEY", "ssh_key", parse_path, f"the path of the SSH key{WHOLE}"),
     ("WAKER_SSH_HOST_KEY", "", HostKey.parse_all, KEY_FORM),
-    ("WAKER_HOMELAB_MAC", "", parse_mac, "a MAC address such as 52:54:00:12:34:56"),
+    ("WAKER_HOMELAB_MAC", "", parse_mac, MAC_FORM),
     ("WAKER_HOMELAB_BROADCAST", "255.255.255.255", IPv4Address, "an IPv4 address"),
     ("WAKER_HOMELAB_NAME", "", PARSE_NAME, "a name of at most 64 characters"),
     ("WAKER_PIN", "", Pin, "8 to 128 characters, without a space at either end"),
     ("WAKER_LISTEN", "[::]:8080", parse_listen, "ADDRESS:PORT such as 0.0.0.0:8080"),
-    ("WAKER_TLS_CERT", "", parse_path, "the path of a certificate"),
-    ("WAKER_TLS_KEY", "", parse_path, "the path of the TLS key"),
-    ("WAKER_TRUSTED_PROXY", "", parse_networks, "addresses such as 10.0.0.2,10.0.0.3"),
+    ("WAKER_TLS_CERT", "", parse_path, f"the path of a certificate{WHOLE}"),
+    ("WAKER_TLS_KEY", "", parse_path, f"the path of the TLS key{WHOLE}"),
+    ("WAKER_TRUSTED_PROXY", "", parse_networks, PROXY_FORM),
 )
 # How wrong values in FILE begin, and the fix. The first match wins.
 NOT_VALUES: Final = (
@@ -1056,7 +1102,7 @@ NOT_VALUES: Final = (
 
 def read_env_file(path: Path) -> dict[str, str]:
     """Parse lines WAKER_NAME=value. Raises: ConfigError, which quotes no line."""
-    problem = file_problem(path)
+    problem = SETTINGS_FILE.find_problem(path)
     if problem:
         raise ConfigError(problem)
     try:
@@ -1076,7 +1122,7 @@ def read_env_file(path: Path) -> dict[str, str]:
                 problem = f"{name} is set twice; delete one of the two lines"
             values[name] = value[1:-1] if value.startswith(("'", '"')) else value
         else:
-            problem = "write NAME=value, without `export`"
+            problem = "write NAME=value without `export`, or join it to the line above"
         if problem:
             mistakes.setdefault(problem, []).append(str(number))
     if mistakes:
@@ -1085,24 +1131,46 @@ def read_env_file(path: Path) -> dict[str, str]:
     return values
 
 
-def find_conflicts(parsed: Mapping[str, object]) -> Iterator[str]:
+FILES: Final = (
+    ("WAKER_SSH_KEY", SSH_KEY),
+    ("WAKER_TLS_CERT", TLS_CERT),
+    ("WAKER_TLS_KEY", TLS_KEY),
+)
+
+
+def is_public_half(host_key: HostKey, path: Path) -> bool:
+    """Return whether a file in OpenSSH's format is this key's private half."""
+    lines = path.read_text("latin-1").splitlines()
+    body = "".join(line for line in lines if not line.startswith("-"))
+    with contextlib.suppress(ValueError):  # another format
+        return host_key.blob in base64.b64decode(body)
+    return False
+
+
+def find_conflicts(parsed: Mapping[str, Any]) -> Iterator[str]:
     """Name bad files, and conflicts between settings that are valid alone."""
     get = parsed.get
     port = get("WAKER_INITRD_SSH_PORT")
     one_port = port and port == get("WAKER_SYSTEM_SSH_PORT")
     if one_port and get("WAKER_INITRD") == parse_dialect("systemd"):
         yield "WAKER_INITRD_SSH_PORT must differ from WAKER_SYSTEM_SSH_PORT for systemd"
-    limited = str(get("WAKER_HOMELAB_BROADCAST")) == "255.255.255.255"
-    if limited and ":" in str(get("WAKER_HOMELAB_HOST")):
+    host, broadcast = get("WAKER_HOMELAB_HOST"), str(get("WAKER_HOMELAB_BROADCAST"))
+    if broadcast == "255.255.255.255" and ":" in str(host):
         yield "WAKER_HOMELAB_BROADCAST must be set: WAKER_HOMELAB_HOST is IPv6"
+    if broadcast == host:
+        yield "WAKER_HOMELAB_HOST and WAKER_HOMELAB_BROADCAST must differ"
     if (get("WAKER_TLS_CERT") is None) != (get("WAKER_TLS_KEY") is None):
         yield "WAKER_TLS_CERT and WAKER_TLS_KEY must both be set"
-    for name, path in parsed.items():
-        unused = name == "WAKER_SSH_KEY" and get("WAKER_SSH_HOST_KEY") == ()
-        if isinstance(path, Path) and not unused:
-            problem = file_problem(path, private=name.endswith("KEY"))
-            if problem:
-                yield f"{name} {problem}"
+    host_keys = get("WAKER_SSH_HOST_KEY")
+    for name, kind in FILES:
+        path = get(name)
+        if not path or (kind is SSH_KEY and host_keys == ()):
+            continue  # not used
+        problem = kind.find_problem(path)
+        if problem:
+            yield f"{name} {problem}"
+        elif kind is SSH_KEY and any(is_public_half(k, path) for k in host_keys or ()):
+            yield "WAKER_SSH_HOST_KEY is waker's own key; paste the server's host key"
 
 
 def parse_settings(count: int, values: Mapping[str, str], folder: Path) -> list[Any]:
@@ -1117,7 +1185,8 @@ def parse_settings(count: int, values: Mapping[str, str], folder: Path) -> list[
         except ValueError:
             mistake = f"must be {form}"
             if not text:
-                mistake = f"is not set; it must be {form.partition(';')[0]}"
+                mistake = f"is not set (only a line `{name}=...` counts); it must be"
+                mistake += f" {form.partition(';')[0]}"
             mistakes.append(f"{name} {mistake}")
         else:
             parsed[name] = folder / value if isinstance(value, Path) else value
@@ -1144,12 +1213,14 @@ def magic_packet(mac: Mac) -> bytes:
     return b"\xff" * 6 + mac * 16
 
 
-def find_source(config: Config, *, on_link: bool = False) -> str:
+def find_source(
+    config: Config, *, on_link: bool = False, may_broadcast: bool = True
+) -> str:
     """Return the address that the magic packet leaves from. Raises: OSError."""
     limited = str(config.broadcast) == "255.255.255.255"  # which has no route
     toward = config.machine.host if limited else str(config.broadcast)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-        udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+        udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, may_broadcast)
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_DONTROUTE, on_link)
         udp.connect((toward, config.packet_port))
         return str(udp.getsockname()[0])
@@ -1817,6 +1888,18 @@ def listen(where: Address) -> socket.socket:
     return tcp
 
 
+def explain_listening(error: OSError, where: Address) -> str:
+    """Explain why a port cannot be opened."""
+    host, port = where
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} is in use by another program, or waker is running already"
+    if error.errno == errno.EACCES:
+        return f"port {port} is for root only; set WAKER_LISTEN to a port above 1023"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{host} is not an address of this box; correct WAKER_LISTEN"
+    return os.strerror(error.errno or 0)
+
+
 class Connection:
     """A client's connection: its state, and reading and writing with one deadline."""
 
@@ -2030,12 +2113,36 @@ def check_packet(config: Config) -> Finding:
     except OSError as error:
         fix = "connect this box to the server's network"
         return "magic packet", f"{error.strerror}; {fix}", WRONG
+    limited = str(config.broadcast) == "255.255.255.255"
     try:
         find_source(config, on_link=True)
     except OSError:
-        problem = "the server is on another network, and routers stop broadcasts"
+        what = "the server" if limited else "WAKER_HOMELAB_BROADCAST"
+        problem = f"{what} is on another network, and routers stop broadcasts"
         return "magic packet", f"{route}; {problem}", HINT
+    if not limited:
+        with contextlib.suppress(PermissionError):  # so it is a broadcast address
+            find_source(config, may_broadcast=False)
+            problem = "not a broadcast address of this network, and a sleeping server"
+            problem += " does not answer to its own"
+            return "magic packet", f"{route}; {problem}", HINT
     return "magic packet", route, OK
+
+
+def check_certificate(path: Path) -> Finding:
+    """Check whether a certificate is still valid."""
+    subject = "certificate"
+    try:
+        from cryptography import x509  # which paramiko needs as well
+    except ImportError:
+        return subject, f"not checked: {NO_PARAMIKO}", HINT
+    certificate = x509.load_pem_x509_certificate(path.read_bytes())
+    # Version 38, as in Debian 12, lacks the newer name.
+    end = getattr(certificate, "not_valid_after_utc", None)
+    day = f"{end or certificate.not_valid_after:%Y-%m-%d}"
+    if day < time.strftime("%Y-%m-%d", time.gmtime()):
+        return subject, f"expired on {day}; browsers will warn", HINT
+    return subject, f"valid until {day}", OK
 
 
 def check_unlocking(machine: Machine, *, in_initrd: bool) -> Iterator[Finding]:
@@ -2076,6 +2183,22 @@ def check_unlocking(machine: Machine, *, in_initrd: bool) -> Iterator[Finding]:
         yield subject, str(why), WRONG
 
 
+def interpret_banner(subject: str, banner: str, dialect: str) -> tuple[str, str]:
+    """Return what an open port's SSH banner may mean, and a verdict."""
+    if subject == "system's port" and "dropbear" in banner:
+        return "; this is dropbear: are the two ports swapped?", HINT
+    if subject != "initrd's port":
+        return "", OK
+    if not banner.startswith("SSH-"):
+        return "; this is not an SSH server", WRONG
+    if dialect == "cryptroot" and "OpenSSH" in banner:
+        question = "is this the booted system? If not, set WAKER_INITRD=systemd"
+        return f"; {question}", WRONG
+    if dialect == "systemd" and "dropbear" in banner:
+        return "; this is dropbear: is WAKER_INITRD=cryptroot right?", HINT
+    return "", OK
+
+
 def check_machine(machine: Machine) -> Iterator[Finding]:
     """Check SSH on each port, then as much as the machine's state allows."""
     ports = {"initrd's port": machine.initrd_port, "system's port": machine.system_port}
@@ -2086,11 +2209,10 @@ def check_machine(machine: Machine) -> Iterator[Finding]:
         state, banner = probe_port(machine.host, port, banner=True)
         text, verdict = f"{port} {state.value}", HINT
         if state is PortState.OPEN:
-            text, verdict = f"{text}; it says {banner or 'nothing'}", OK
-        in_dropbears_place = subject == "initrd's port" and "OpenSSH" in banner
-        if in_dropbears_place and machine.dialect.name == "cryptroot":
-            text += ": is this the booted system? If not, set WAKER_INITRD=systemd"
-            verdict = WRONG
+            name = machine.dialect.name
+            remark, verdict = interpret_banner(subject, banner, name)
+            text = f"{text}; it says {banner or 'nothing'}{remark}"
+        if verdict == WRONG:
             in_initrd = False
         yield subject, text, verdict
     yield from check_unlocking(machine, in_initrd=in_initrd)
@@ -2102,14 +2224,8 @@ def check_listening(config: Config) -> Finding:
     try:
         listen(config.listen).close()
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return (
-                "web port",
-                f"{port} is in use, which is fine if waker is running",
-                HINT,
-            )
-        problem = f"{os.strerror(error.errno or 0)}; correct WAKER_LISTEN"
-        return "web port", problem, WRONG
+        verdict = HINT if error.errno == errno.EADDRINUSE else WRONG
+        return "web port", explain_listening(error, config.listen), verdict
     if 0 < port < 1024:
         hint = "only if waker runs as root; waker.service does not"
         return "web port", f"{port} is free, but {hint}", HINT
@@ -2125,6 +2241,8 @@ def check(config: Config, file: Path | None) -> Iterator[Finding]:
     if config.pin.is_number:
         yield "PIN", "digits only: enough behind a VPN, not on the internet", HINT
     yield check_listening(config)
+    if config.tls_cert:
+        yield check_certificate(config.tls_cert)
     yield check_packet(config)
     yield from check_machine(config.machine)
 
@@ -2164,7 +2282,7 @@ def serve(app: App) -> int:
     try:
         tcp = listen(app.config.listen)
     except OSError as error:
-        log(f"WAKER_LISTEN: {error.strerror}")
+        log(f"WAKER_LISTEN: {explain_listening(error, app.config.listen)}")
         return 1
     server = Server(app, tcp)
     threading.Thread(target=server.serve_forever, args=(None,)).start()

@@ -189,7 +189,7 @@ class Homelab:
         return {
             "WAKER_HOMELAB_MAC": self.mac,
             "WAKER_HOMELAB_HOST": self.address,
-            "WAKER_HOMELAB_BROADCAST": self.address,
+            "WAKER_HOMELAB_BROADCAST": "127.255.255.255",
             "WAKER_INITRD_SSH_PORT": str(self.initrd_port),
             "WAKER_SYSTEM_SSH_PORT": str(self.system_port),
             "WAKER_SSH_KEY": str(self.ssh_key),

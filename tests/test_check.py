@@ -51,7 +51,7 @@ def test_a_machine_that_is_off_is_nothing_wrong(lab: Homelab, tmp_path: Path) ->
     assert table == {
         "configuration": "ok all settings are valid",
         "web port": "ok 0 is free",
-        "magic packet": "ok would leave from 127.0.0.1 to 127.0.0.1",
+        "magic packet": "ok would leave from 127.0.0.1 to 127.255.255.255",
         "initrd's port": f"- {lab.initrd_port} does not answer",
         "system's port": f"- {lab.system_port} does not answer",
         "paramiko": f"ok {paramiko.__version__}",
@@ -88,14 +88,18 @@ def test_one_thing_that_is_wrong_is_enough(tmp_path: Path, lab: Homelab) -> None
 
 
 DIGITS = "- digits only: enough behind a VPN, not on the internet"
-TAKEN = "- {open} is in use, which is fine if waker is running"
-ABROAD = "WRONG Cannot assign requested address; correct WAKER_LISTEN"
-EVERYBODY = {"WAKER_HOMELAB_HOST": "255.255.255.255", "WAKER_SYSTEM_SSH_PORT": "22"}
+TAKEN = "- port {open} is in use by another program, or waker is running already"
+ABROAD = "WRONG 203.0.113.9 is not an address of this box; correct WAKER_LISTEN"
+NOBODY_THERE = {"WAKER_HOMELAB_HOST": "127.255.255.255", "WAKER_SYSTEM_SSH_PORT": "22"}
 WHERE = "- 22 could not be checked; is WAKER_HOMELAB_HOST right?"
 COMMON = {"WAKER_SYSTEM_SSH_PORT": "{port}"}
 UP = {"WAKER_SYSTEM_SSH_PORT": "{open}"}
 UNPINNED = {"WAKER_SSH_HOST_KEY": ""}
 OURS = {"WAKER_SSH_HOST_KEY": "{our_line}"}  # the wrong key
+MISSING = (
+    "WRONG SSH key /nowhere is missing; make it with: ssh-keygen -t ed25519 -N '' -f"
+    " /nowhere"
+)
 NOBODY = {"WAKER_SSH_USER": "nobody"}
 NO_KEY = UNPINNED | {"WAKER_SSH_KEY": "/nowhere"}
 SYSTEMD = {"WAKER_INITRD": "systemd"}
@@ -103,7 +107,8 @@ SAYS = "{port} is open; it says {ident}"
 BOOTED = "is this the booted system? If not, set WAKER_INITRD=systemd"
 REFUSED = (
     "WRONG the initrd refused our key {ours} for user nobody: add it to the initrd's"
-    " authorized_keys, and rebuild the initrd"
+    " authorized_keys and rebuild the initrd, or correct WAKER_SSH_USER, or install"
+    " that user's shell in the initrd"
 )
 NOT_PINNED = "- no host key is pinned; run waker check while the initrd waits"
 NEW = (
@@ -122,11 +127,11 @@ IMPOSTOR = (
         (DROPBEAR, {"WAKER_PIN": "24681012"}, "PIN", DIGITS),
         (DROPBEAR, {"WAKER_LISTEN": "127.0.0.1:{open}"}, "web port", TAKEN),
         (DROPBEAR, {"WAKER_LISTEN": "203.0.113.9:8080"}, "web port", ABROAD),
-        (DROPBEAR, EVERYBODY, "system's port", WHERE),
+        (DROPBEAR, NOBODY_THERE, "system's port", WHERE),
         (DROPBEAR, UP, "system's port", "ok {open} is open; it says nothing"),
         (DROPBEAR, {}, "system's port", "- {closed} refuses connections"),
         (DROPBEAR, {}, "initrd's port", f"ok {SAYS}"),
-        (OPENSSH, {}, "initrd's port", f"WRONG {SAYS}: {BOOTED}"),
+        (OPENSSH, {}, "initrd's port", f"WRONG {SAYS}; {BOOTED}"),
         (OPENSSH, SYSTEMD, "initrd's port", f"ok {SAYS}"),
         (DROPBEAR, COMMON, "initrd's port", ""),
         (DROPBEAR, COMMON, "common port", f"ok {SAYS}"),
@@ -135,7 +140,7 @@ IMPOSTOR = (
         (DROPBEAR, OURS, "host key", IMPOSTOR),
         (DROPBEAR, UP | UNPINNED, "host key", NOT_PINNED),
         (OPENSSH, UNPINNED, "host key", NOT_PINNED),
-        (DROPBEAR, NO_KEY, "SSH key", "WRONG SSH key /nowhere is missing or empty"),
+        (DROPBEAR, NO_KEY, "SSH key", MISSING),
         (DROPBEAR, COMMON, "login", "ok root can log in; unlock not tried"),
         (DROPBEAR, UNPINNED, "login", ""),
         (DROPBEAR, NOBODY, "login", REFUSED),
@@ -219,13 +224,20 @@ def test_the_way_of_the_packet_is_told_and_none_is_sent(home: Home) -> None:
     router, machine, provider = home
     lan, wan, limited = "192.168.77.1", "198.51.100.2", "255.255.255.255"
     way = "would leave from {} to {}"
-    far = f"{way}; the server is on another network, and routers stop broadcasts"
+    far = f"{way}; {{}} is on another network, and routers stop broadcasts"
+    far_server = far.format("{}", "{}", "the server")
+    far_broadcast = far.format("{}", "{}", "WAKER_HOMELAB_BROADCAST")
+    no_broadcast = f"{way}; not a broadcast address of this network, and a sleeping"
+    no_broadcast += " server does not answer to its own"
     lost = "Network is unreachable; connect this box to the server's network"
     with machine.capture() as at_machine, provider.capture() as at_provider:
         for box, host, broadcast, source, told, verdict in (
             (router, "192.168.77.20", limited, lan, way, "ok"),
-            (router, "203.0.113.9", limited, wan, far, "-"),
-            (router, "192.168.77.20", "10.7.7.255", wan, far, "-"),
+            (router, "203.0.113.9", limited, wan, far_server, "-"),
+            (router, "192.168.77.20", "10.7.7.255", wan, far_broadcast, "-"),
+            (router, "192.168.77.20", "192.168.77.255", lan, way, "ok"),
+            (router, "192.168.77.20", lan, lan, no_broadcast, "-"),
+            (router, "192.168.77.20", "192.168.77.30", lan, no_broadcast, "-"),
             (machine, "203.0.113.9", limited, "", lost, "WRONG"),
         ):
             where = {"WAKER_HOMELAB_HOST": host, "WAKER_HOMELAB_BROADCAST": broadcast}

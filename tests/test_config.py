@@ -15,7 +15,7 @@ KEY = f"ssh-ed25519 {BLOB}"
 FINGERPRINT = "SHA256:c5CSjps6Y5OSk8aYpkchHhILDzS+dm64U2iAOxSq/1g"  # by ssh-keygen -l
 NISTP256 = "AAAAE2VjZHNhLXNoYTItbmlzdHAyNTYAAAAIbmlzdHAyNTY="
 PINNED = waker.HostKey("ssh-ed25519", base64.b64decode(BLOB))
-PEM = "-----BEGIN PRIVATE KEY-----\n"
+PEM = "-----BEGIN OPENSSH PRIVATE KEY-----\n"
 
 
 @pytest.fixture
@@ -62,8 +62,9 @@ def test_a_right_value_has_one_meaning(
     assert parse(text) == value
 
 
-HOST = "must be an IP address such as 192.168.1.20; `ping NAME` shows it"
-MAC = "must be a MAC address such as 52:54:00:12:34:56"
+HOST = f"must be {waker.ADDRESS_FORM}"
+MAC = f"must be {waker.MAC_FORM}"
+PROXIES = f"must be {waker.PROXY_FORM}"
 KEYS = "must be a line such as ssh-ed25519 AAAA...; the whole key, not its fingerprint"
 DIGITS = "must be 8 to 128 characters, without a space at either end"
 LISTEN = "must be ADDRESS:PORT such as 0.0.0.0:8080"
@@ -73,7 +74,11 @@ LISTEN = "must be ADDRESS:PORT such as 0.0.0.0:8080"
     ("name", "values", "told"),  # the values are separated by |
     [
         ("WAKER_PORT", "80", "is not a setting; see `waker --help`"),
-        ("WAKER_PIN", "", f"is not set; it {DIGITS}"),
+        (
+            "WAKER_PIN",
+            "",
+            f"is not set (only a line `WAKER_PIN=...` counts); it {DIGITS}",
+        ),
         ("WAKER_PIN", "2468101|2468101\udcff", DIGITS),
         ("WAKER_PIN", "x" * 129, DIGITS),
         ("WAKER_PIN", " 24681012|24681012\xa0|         ", DIGITS),
@@ -88,9 +93,13 @@ LISTEN = "must be ADDRESS:PORT such as 0.0.0.0:8080"
         ("WAKER_INITRD_SSH_PORT", "0|65536|ssh", "must be a port, 1 to 65535"),
         ("WAKER_SYSTEM_SSH_PORT", "0", "must be a port, 1 to 65535"),
         ("WAKER_SSH_USER", "two words", "must be a user's name"),
-        ("WAKER_SSH_KEY", "a\0b", "must be the path of the SSH key"),
+        ("WAKER_SSH_KEY", "a\0b", f"must be the path of the SSH key{waker.WHOLE}"),
         ("WAKER_SSH_KEY", ".", "{} is not a file; correct the path"),
-        ("WAKER_SSH_KEY", "x", "{} is missing or empty"),
+        (
+            "WAKER_SSH_KEY",
+            "x",
+            "{0} is missing; make it with: ssh-keygen -t ed25519 -N '' -f {0}",
+        ),
         ("WAKER_SSH_KEY", "ssh_key/x", "{}: Not a directory; try with sudo"),
         ("WAKER_SSH_HOST_KEY", f"{FINGERPRINT}|{BLOB}|@revoked {KEY}", KEYS),
         ("WAKER_SSH_HOST_KEY", f"{KEY[:-4]}|{KEY}*|ssh-ed25519 {BLOB[:20]}", KEYS),
@@ -102,9 +111,9 @@ LISTEN = "must be ADDRESS:PORT such as 0.0.0.0:8080"
         ("WAKER_SSH_HOST_KEY", f"# old: {KEY},{KEY}", KEYS),
         ("WAKER_SSH_HOST_KEY", f"{KEY} x,@cert-authority a,b {KEY}", KEYS),
         ("WAKER_LISTEN", "8080|::1:80|1.2.3:80|1.2.3.4:65536", LISTEN),
-        ("WAKER_TRUSTED_PROXY", "nginx", "must be addresses such as 10.0.0.2,10.0.0.3"),
-        ("WAKER_TLS_CERT", "a\0b", "must be the path of a certificate"),
-        ("WAKER_TLS_KEY", "a\0b", "must be the path of the TLS key"),
+        ("WAKER_TRUSTED_PROXY", "nginx", PROXIES),
+        ("WAKER_TLS_CERT", "a\0b", f"must be the path of a certificate{waker.WHOLE}"),
+        ("WAKER_TLS_KEY", "a\0b", f"must be the path of the TLS key{waker.WHOLE}"),
     ],
 )
 def test_a_wrong_value_is_told_with_the_remedy(
@@ -175,6 +184,7 @@ def test_a_file_is_read_as_people_and_editors_write_it(tmp_path: Path) -> None:
     }
 
 
+JOIN = "write NAME=value without `export`, or join it to the line above"
 MISREAD = """\
 export WAKER_PIN=secret
 WAKER_INITRD= # secret
@@ -195,7 +205,7 @@ WAKER_HOMELAB_NAME="secret"  'secret'
         (
             MISREAD.encode(),
             [
-                ", line 1: write NAME=value, without `export`",
+                f", line 1: {JOIN}",
                 ", line 2, 3, 4: move the comment to its own line, or quote it",
                 ", line 5: use straight quotes, or none",
                 ", line 6: end the value with the quote that begins it",
@@ -205,8 +215,6 @@ WAKER_HOMELAB_NAME="secret"  'secret'
             ],
         ),
         ("WAKER_PIN=äöü".encode("latin-1"), [" is not UTF-8; save it as UTF-8"]),
-        # The unit puts a line end in place of a file that is missing.
-        (b"\n", [" is missing or empty (systemd copies it from /etc/waker/waker.env)"]),
     ],
 )
 def test_a_file_that_could_be_misread_is_told_and_not_quoted(

@@ -47,14 +47,6 @@ NOT_CONFIRMED = "Not confirmed: the passphrase was sent, but "
 ENDED = "the unlocking process ended with status -9; see waker's log"
 
 
-def test_a_port_in_use_is_told_with_the_setting() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        where = "127.0.0.1:{1}".format(*taken.getsockname())
-        ended = run_waker(settings=MACHINE | {"WAKER_PIN": PIN, "WAKER_LISTEN": where})
-    assert ended.returncode == 1
-    assert ended.stderr.startswith("WAKER_LISTEN: Address already in use")
-
-
 def test_a_page_that_is_missing_is_told_with_its_path(tmp_path: Path) -> None:
     command = [sys.executable, shutil.copy(PROGRAM, tmp_path)]
     settings = environment(MACHINE | {"WAKER_PIN": PIN})

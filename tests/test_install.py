@@ -80,9 +80,19 @@ def test_each_file_has_its_conventional_place_and_the_settings_are_never_touched
     assert settings.is_symlink()
 
 
-def test_a_place_that_begins_nowhere_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variable", "told"),
+    [
+        ("PREFIX=usr", "PREFIX must begin with /"),
+        ("INIT=openrc", "INIT must be systemd or procd"),
+    ],
+)
+def test_a_wrong_variable_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], variable: str, told: str
+) -> None:
     with pytest.raises(subprocess.CalledProcessError):
-        make(tmp_path, "install-program", "PREFIX=usr", f"DESTDIR={tmp_path}/")
+        make(tmp_path, "install", variable, f"DESTDIR={tmp_path}/")
+    assert told in capfd.readouterr().err
 
 
 def test_systemd_accepts_the_unit_and_lets_it_do_little(tmp_path: Path) -> None:

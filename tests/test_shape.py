@@ -37,7 +37,7 @@ def test_it_is_built_on_http_server_and_needs_only_paramiko_besides() -> None:
     assert issubclass(waker.Server, http.server.ThreadingHTTPServer)
     imports = [n for n in NODES if isinstance(n, ast.Import | ast.ImportFrom)]
     modules = {re.split("[ .]", ast.unparse(node))[1] for node in imports}
-    assert modules - sys.stdlib_module_names == {"paramiko"}
+    assert modules - sys.stdlib_module_names == {"paramiko", "cryptography"}
 
 
 def test_a_name_or_a_method_is_made_before_it_is_used() -> None:
@@ -61,7 +61,13 @@ def test_nothing_at_module_level_can_change() -> None:
         hash(getattr(waker, name))  # lists, sets and dictionaries have none
     calls = [n for value in VALUES for n in ast.walk(value) if isinstance(n, ast.Call)]
     made_by = {ast.unparse(call.func) for call in calls}
-    assert made_by == {"functools.partial", "NewType", "Dialect", "re.compile"}
+    assert made_by == {
+        "functools.partial",
+        "NewType",
+        "Dialect",
+        "FileKind",
+        "re.compile",
+    }
     constant = ast.Constant | ast.Name | ast.Attribute | ast.Tuple
     for kind in CLASSES:
         for statement in kind.body:  # nor a value that all of a kind share
@@ -71,6 +77,7 @@ def test_nothing_at_module_level_can_change() -> None:
 
 OPENS = r"(?<!tls)\.open\(|(?<![.\w])(?<!def )open\(|\b(read|write)_(text|bytes)\("
 NETWORK = r"socket\.(socket|create_\w+|getaddrinfo)\(|\.connect\(\(|sendto\("
+READERS = "FileKind is_public_half check_certificate read_env_file load_page load_key"
 CLOCKED = "probe_port Command Session unlock Unlocker Starter Connection read_request"
 
 
@@ -78,8 +85,11 @@ CLOCKED = "probe_port Command Session unlock Unlocker Starter Connection read_re
     ("pattern", "names"),
     [
         (NETWORK, "open_tcp find_source wake listen"),
-        (r"\btime\.(?!sleep)\w+\(", f"{CLOCKED} Handler read_passphrase unlock_once"),
-        (rf"{OPENS}|key_file\(", "file_problem read_env_file load_page load_key main"),
+        (
+            r"\btime\.(?!sleep)\w+\(",
+            f"{CLOCKED} Handler check_certificate read_passphrase unlock_once",
+        ),
+        (rf"{OPENS}|key_file\(", f"{READERS} main"),
         (r"subprocess\.\w+\(|os\.(system|exec|spawn|fork)", "Unlocker"),
         (r"environ\b|getenv|sys\.std", "main"),
         (r"signal\.", "serve unlock_once print_table"),

@@ -249,7 +249,8 @@ def test_what_could_only_fail_wakes_nobody(config: waker.Config, lab: Homelab) -
     with running(config) as client:
         client.log_in()
         lab.ssh_key.unlink()  # the daemon runs already
-        fault = f"SSH key {lab.ssh_key} is missing or empty. {NOT_SENT}"
+        remedy = f"make it with: ssh-keygen -t ed25519 -N '' -f {lab.ssh_key}"
+        fault = f"SSH key {lab.ssh_key} is missing; {remedy}. {NOT_SENT}"
         for answer, wish in ((client.start(), "start"), (client.unlock(), "unlock")):
             assert answer.status == 500
             assert answer.error == f"Failed to {wish}: {fault}"

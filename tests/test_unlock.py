@@ -104,7 +104,7 @@ def test_what_is_not_right_is_told_and_nothing_sent(
             ({"host_keys": ()}, "no host key is pinned; run waker check"),
             ({"initrd_port": free_port()}, "Connection refused"),
             ({"key": other}, "^key_refused: the initrd refused our key {}"),
-            ({"key": damaged}, "must be an Ed25519, ECDSA or RSA private key"),
+            ({"key": damaged}, "is damaged, or not an Ed25519, ECDSA or RSA key"),
         ):
             pattern = told.format(*prints).replace("+", r"\+")
             assert re.search(pattern, unlock(machine._replace(**change)))
