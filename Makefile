@@ -80,6 +80,9 @@ fuzz: $(VENV)/done ## invented requests and inputs; EXAMPLES=200, SEED=1
 siege: $(VENV)/done ## the daemon under attack, 15 minutes; ATTACK=heads
 	$(BIN)/python tests/siege.py 3 $(if $(ATTACK),"$(ATTACK)")
 
+breaks: $(VENV)/done ## break each promise: does a test notice? BREAK="some words"
+	$(BIN)/python tests/breaks.py $(BREAK)
+
 test-vm: $(VENV)/done ## real machines with encrypted disks in QEMU, as root
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --numprocesses 2 --maxschedchunk 1 tests/vm
 
@@ -114,4 +117,4 @@ $(VENV)/done: tests/requirements.txt $(VENV)/run
 	touch $@
 
 .PHONY: always help demo run dist install install-program install-systemd install-procd \
-	uninstall test fuzz siege bench screenshots test-vm test-paramiko lint clean
+	uninstall test fuzz siege breaks bench screenshots test-vm test-paramiko lint clean

@@ -581,6 +581,8 @@ class Watcher:
 CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
 LOST_SECONDS: Final = 10  # without acknowledgement, before the connection is lost
 HANDSHAKE_SECONDS: Final = 10  # key exchange, and login: slow boxes take one or two
+PROMPT_SECONDS: Final = 60  # for the first prompt: an emulated machine took 30
+NEXT_PROMPT_SECONDS: Final = 15  # for the next disk
 END_SECONDS: Final = 3  # for a command to end after its verdict
 MAX_LINE: Final = 65536  # characters of output; no initrd writes a longer line
 MAX_OUTPUT: Final = 1 << 20  # bytes of output of one command
@@ -859,7 +861,7 @@ class Session:
 
     def _answer_disks(self, before_sending: Callable[[], None]) -> Result:
         """Answer each disk that asks, once, until no new disk asks."""
-        seconds = 60  # for the first prompt: an emulated machine took 30
+        seconds = PROMPT_SECONDS
         while True:
             try:
                 command, asking = self._wait_for_prompt(seconds)
@@ -883,7 +885,7 @@ class Session:
             self._answered.update(named)
             # Dropbear may end a channel that is opened before the last one has ended.
             command.next_event(time.monotonic() + END_SECONDS)
-            seconds = 15  # for the next disk
+            seconds = NEXT_PROMPT_SECONDS
 
     def unlock(self, before_sending: Callable[[], None]) -> Result:
         """Unlock the disks; call `before_sending` each time before it is sent."""

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -207,6 +208,43 @@ def test_sigterm_lets_a_running_unlock_finish(tmp_path: Path) -> None:
             assert started.process.wait(60) == 0
     assert answer.result().json["message"] == "Unlocked: d."
     assert not Path(f"/proc/{child}").exists()
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    with paramiko_server(tmp_path, Disks(ONE, slow=30)) as initrd:
+        settings = initrd.machine().settings() | MAC | {"WAKER_PIN": PIN}
+        with subprocess.Popen(
+            ["env", "--default-signal=INT", *MODULE],
+            cwd=CHECKOUT,
+            env=environment(settings | {"WAKER_LISTEN": "127.0.0.1:0"}),
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stderr
+            client = Client(int(process.stderr.readline().split()[-1]))
+            client.log_in().start()
+            wait_for(initrd.received)
+            process.terminate()
+            wait_for(
+                lambda: process.stderr and process.stderr.readline() == "stopping\n"
+            )
+            process.send_signal(signal.SIGINT)
+            assert process.wait(10) == -signal.SIGINT  # the unlock goes on for 30 s
+
+
+def test_an_unlocking_process_that_cannot_start_has_sent_nothing(
+    config: waker.Config,
+) -> None:
+    unlocker = new_app(config).unlocker
+    _, hard = limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        events = threading.Event(), threading.Event()
+        result = unlocker.run(waker.Passphrase(PASSPHRASE), *events)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    reason = "the unlocking process cannot start: Too many open files"
+    assert result == waker.Result("error", sent=False, message=f"{reason}. {NOT_SENT}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

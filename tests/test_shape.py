@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from breaks import BREAKS, Break
 from conftest import CHECKOUT, PROGRAM
 
 import waker
@@ -77,7 +78,7 @@ def test_nothing_at_module_level_can_change() -> None:
 
 OPENS = r"(?<!tls)\.open\(|(?<![.\w])(?<!def )open\(|\b(read|write)_(text|bytes)\("
 NETWORK = r"socket\.(socket|create_\w+|getaddrinfo)\(|\.connect\(\(|sendto\("
-READERS = "FileKind is_public_half check_certificate read_env_file load_page load_key"
+READERS = "FileKind read_env_file is_public_half load_key load_page"
 CLOCKED = "probe_port Command Session unlock Unlocker Starter Connection read_request"
 
 
@@ -89,7 +90,7 @@ CLOCKED = "probe_port Command Session unlock Unlocker Starter Connection read_re
             r"\btime\.(?!sleep)\w+\(",
             f"{CLOCKED} Handler check_certificate read_passphrase unlock_once",
         ),
-        (rf"{OPENS}|key_file\(", f"{READERS} main"),
+        (rf"{OPENS}|key_file\(", f"{READERS} check_certificate main"),
         (r"subprocess\.\w+\(|os\.(system|exec|spawn|fork)", "Unlocker"),
         (r"environ\b|getenv|sys\.std", "main"),
         (r"signal\.", "serve unlock_once print_table"),
@@ -103,6 +104,12 @@ def test_only_these_touch(pattern: str, names: str) -> None:
         if re.search(pattern, ast.unparse(node))
     }
     assert users == set(names.split())
+
+
+@pytest.mark.parametrize("each", BREAKS, ids=lambda each: each.promise)
+def test_a_break_finds_its_text_once(each: Break) -> None:
+    assert CHECKOUT.joinpath(each.file).read_text().count(each.old) == 1
+    assert each.old != each.new
 
 
 def test_the_program_its_descriptions_and_its_units_agree() -> None:
