@@ -193,9 +193,10 @@ class FileKind(NamedTuple):
                 return f"{path} is not a file; correct the path"
             content = path.read_bytes().decode("latin-1")
         except FileNotFoundError:
-            return f"{path} is missing; {self.remedy.format(path)}"
+            return f"{path} is missing; correct the path, or {self.remedy.format(path)}"
         except OSError as error:
-            return f"{path}: {error.strerror}; try with sudo"
+            advice = "use sudo, or for the service, keep it in /etc/waker"
+            return f"{path}: {error.strerror}; {advice}"
         if content == "\n":  # what the unit passes for a missing file
             source = f"/etc/waker/{path.name}"
             return f"{source} is missing; {self.remedy.format(source)}"
@@ -216,7 +217,8 @@ PKCS8_FIX: Final = (
 # How common wrong files begin, and the fix. The first match wins.
 NOT_KEYS: Final = (
     (r"(ssh|ecdsa)-", "is a public key; name the private one, without .pub"),
-    (r"PuTTY-|\0\0\0", "is PuTTY's or dropbear's; convert it to OpenSSH's format"),
+    (r"PuTTY-", "is PuTTY's; run puttygen {0} -O private-openssh -o {0}.new"),
+    (r"\0\0\0", "is dropbear's; run dropbearconvert dropbear openssh {0} {0}.new"),
     (r"(?s)(?!.*PRIVATE KEY)", "must be an Ed25519, ECDSA or RSA private key"),
 )
 NOT_SSH_KEYS: Final = ((r"\s*-+BEGIN PRIVATE KEY", PKCS8_FIX), *NOT_KEYS)
@@ -657,7 +659,7 @@ def verify(seen: HostKey, machine: Machine) -> None:
     if seen not in machine.host_keys:
         pins = " or ".join(fingerprint(key.blob) for key in machine.host_keys)
         detail = f"pinned {pins}, seen {fingerprint(seen.blob)}. Is the system"
-        detail += " already up? If not, suspect an impostor"
+        detail += " up, or was its key pinned? If neither, suspect an impostor"
         raise NotSent(Outcome.OTHER_HOST_KEY, detail)
 
 
@@ -672,7 +674,8 @@ def load_key(path: Path) -> "PKey":
         try:
             return kind.from_private_key_file(str(path))
         except paramiko.PasswordRequiredException:
-            reason = f"SSH key {path} must not be encrypted; ssh-keygen -p -f {path}"
+            reason = f"SSH key {path} has a passphrase; remove it with: ssh-keygen -p"
+            reason += f" -N '' -f {path}"
             raise NotSent(Outcome.ERROR, reason) from None
         except SHORTAGES:
             raise
@@ -2115,19 +2118,24 @@ def check_packet(config: Config) -> Finding:
     except OSError as error:
         fix = "connect this box to the server's network"
         return "magic packet", f"{error.strerror}; {fix}", WRONG
-    limited = str(config.broadcast) == "255.255.255.255"
+    limited = config._replace(broadcast=IPv4Address("255.255.255.255"))
+    host = config.machine.host
+    problem = ""
     try:
         find_source(config, on_link=True)
     except OSError:
-        what = "the server" if limited else "WAKER_HOMELAB_BROADCAST"
+        what = f"the server {host}" if config == limited else "WAKER_HOMELAB_BROADCAST"
         problem = f"{what} is on another network, and routers stop broadcasts"
-        return "magic packet", f"{route}; {problem}", HINT
-    if not limited:
+    if config != limited and not problem:
         with contextlib.suppress(PermissionError):  # so it is a broadcast address
             find_source(config, may_broadcast=False)
             problem = "not a broadcast address of this network, and a sleeping server"
             problem += " does not answer to its own"
-            return "magic packet", f"{route}; {problem}", HINT
+        if ":" not in host and find_source(limited) != find_source(config):
+            problem = f"but {host} is reached from {find_source(limited)}; is"
+            problem += " WAKER_HOMELAB_BROADCAST right?"
+    if problem:
+        return "magic packet", f"{route}; {problem}", HINT
     return "magic packet", route, OK
 
 
@@ -2139,12 +2147,17 @@ def check_certificate(path: Path) -> Finding:
     except ImportError:
         return subject, f"not checked: {NO_PARAMIKO}", HINT
     certificate = x509.load_pem_x509_certificate(path.read_bytes())
-    # Version 38, as in Debian 12, lacks the newer name.
+    # Version 38, as in Debian 12, lacks the newer names.
+    begin = getattr(certificate, "not_valid_before_utc", None)
     end = getattr(certificate, "not_valid_after_utc", None)
-    day = f"{end or certificate.not_valid_after:%Y-%m-%d}"
-    if day < time.strftime("%Y-%m-%d", time.gmtime()):
-        return subject, f"expired on {day}; browsers will warn", HINT
-    return subject, f"valid until {day}", OK
+    first = f"{begin or certificate.not_valid_before:%Y-%m-%d}"
+    last = f"{end or certificate.not_valid_after:%Y-%m-%d}"
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    if today < first:
+        return subject, f"not valid before {first}; is this box's clock right?", HINT
+    if last < today:
+        return subject, f"expired on {last}; browsers will warn", HINT
+    return subject, f"valid until {last}", OK
 
 
 def check_unlocking(machine: Machine, *, in_initrd: bool) -> Iterator[Finding]:
@@ -2201,15 +2214,46 @@ def interpret_banner(subject: str, banner: str, dialect: str) -> tuple[str, str]
     return "", OK
 
 
+def is_own_address(host: str) -> bool:
+    """Return whether an address, if not loopback, is one of this box's."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as udp:
+        try:
+            udp.bind((host, 0))
+        except OSError:
+            return False
+    return not ipaddress.ip_address(host).is_loopback
+
+
+def check_mac(config: Config) -> Iterator[Finding]:
+    """Compare the MAC address with this box's own, and with what ARP has found."""
+    subject, mac = "MAC address", config.mac.hex(":")
+    own = [path.read_text() for path in Path("/sys/class/net").glob("*/address")]
+    if f"{mac}\n" in own:
+        yield subject, f"{mac} is this box's own; take the server's", WRONG
+    for line in Path("/proc/net/arp").read_text().splitlines():
+        host, _, flags, seen, *_ = line.split()
+        if host != config.machine.host or flags == "0x0":
+            continue
+        if seen == mac:
+            yield subject, f"{host} answers from it", OK
+        else:
+            hint = f"{host} answers from {seen}, not from {mac}; compare with `ip link`"
+            yield subject, f"{hint} on the server", HINT
+
+
 def check_machine(machine: Machine) -> Iterator[Finding]:
     """Check SSH on each port, then as much as the machine's state allows."""
+    if is_own_address(machine.host):
+        problem = f"{machine.host} is this box's own address, or a broadcast address"
+        yield "server", f"{problem}; correct WAKER_HOMELAB_HOST", WRONG
     ports = {"initrd's port": machine.initrd_port, "system's port": machine.system_port}
     if machine.initrd_port == machine.system_port:
-        ports = {"common port": machine.initrd_port}
+        ports = {"shared port": machine.initrd_port}
     in_initrd = check_ports(machine).members()["state"] == "locked"
     for subject, port in ports.items():
         state, banner = probe_port(machine.host, port, banner=True)
-        text, verdict = f"{port} {state.value}", HINT
+        text, verdict = f"{machine.host}, port {port} {state.value}", HINT
         if state is PortState.OPEN:
             name = machine.dialect.name
             remark, verdict = interpret_banner(subject, banner, name)
@@ -2231,6 +2275,9 @@ def check_listening(config: Config) -> Finding:
     if 0 < port < 1024:
         hint = "only if waker runs as root; waker.service does not"
         return "web port", f"{port} is free, but {hint}", HINT
+    if ipaddress.ip_address(config.listen[0]).is_loopback:
+        hint = "only for this box, which is right behind a proxy on it"
+        return "web port", f"{port} is free, but {hint}", HINT
     return "web port", f"{port} is free", OK
 
 
@@ -2245,8 +2292,13 @@ def check(config: Config, file: Path | None) -> Iterator[Finding]:
     yield check_listening(config)
     if config.tls_cert:
         yield check_certificate(config.tls_cert)
+    wide = [str(network) for network in config.proxies if network.num_addresses > 1]
+    if wide:
+        risk = "could evade the limit of PIN attempts; name only the proxy"
+        yield "proxy", f"everyone in {' and '.join(wide)} {risk}", HINT
     yield check_packet(config)
     yield from check_machine(config.machine)
+    yield from check_mac(config)  # after it: an answer fills the ARP table
 
 
 # ---- Commands ------------------------------------------------------------------------
@@ -2271,8 +2323,12 @@ def make_tls(config: Config) -> "ssl.SSLContext | None":
         context.set_ecdh_curve("X25519")
     try:
         context.load_cert_chain(cert, key, password=b"")  # or it would ask for one
-    except OSError:  # the error does not say which file
+    except OSError as error:  # which does not say which file
         form = "must be a certificate and its private key, both PEM, not encrypted"
+        if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
+            form = (
+                "do not belong together; the server's own certificate must come first"
+            )
         raise ConfigError(f"WAKER_TLS_CERT and WAKER_TLS_KEY {form}") from None
     return context
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,11 +14,12 @@ import pytest
 from conftest import CHECKOUT, MACHINE, MODULE, PIN, environment, run_waker
 from cryptroot_unlock import Disks
 from homelab import DROPBEAR, OPENSSH, Homelab, SshServer, bind, new_key, public_line
-from namespaces import Namespace, home, udp_packets
+from namespaces import Namespace, home, ip, udp_packets
 from ssh_servers import Initrd, free_port
 
 import waker
 
+BEHIND_PROXY = "only for this box, which is right behind a proxy on it"
 BASE = MACHINE | {
     "WAKER_PIN": PIN,
     "WAKER_LISTEN": "127.0.0.1:0",
@@ -50,10 +52,10 @@ def test_a_machine_that_is_off_is_nothing_wrong(lab: Homelab, tmp_path: Path) ->
     assert table["SSH key"].startswith("ok ecdsa-sha2-nistp256 SHA256:")
     assert table == {
         "configuration": "ok all settings are valid",
-        "web port": "ok 0 is free",
+        "web port": f"- 0 is free, but {BEHIND_PROXY}",
         "magic packet": "ok would leave from 127.0.0.1 to 127.255.255.255",
-        "initrd's port": f"- {lab.initrd_port} does not answer",
-        "system's port": f"- {lab.system_port} does not answer",
+        "initrd's port": f"- 127.0.0.1, port {lab.initrd_port} does not answer",
+        "system's port": f"- 127.0.0.1, port {lab.system_port} does not answer",
         "paramiko": f"ok {paramiko.__version__}",
         "host key": "- not seen; check again while the initrd waits for its passphrase",
         "SSH key": table["SSH key"],
@@ -91,19 +93,19 @@ DIGITS = "- digits only: enough behind a VPN, not on the internet"
 TAKEN = "- port {open} is in use by another program, or waker is running already"
 ABROAD = "WRONG 203.0.113.9 is not an address of this box; correct WAKER_LISTEN"
 NOBODY_THERE = {"WAKER_HOMELAB_HOST": "127.255.255.255", "WAKER_SYSTEM_SSH_PORT": "22"}
-WHERE = "- 22 could not be checked; is WAKER_HOMELAB_HOST right?"
+WHERE = "- 127.255.255.255, port 22 could not be checked; is WAKER_HOMELAB_HOST right?"
 COMMON = {"WAKER_SYSTEM_SSH_PORT": "{port}"}
 UP = {"WAKER_SYSTEM_SSH_PORT": "{open}"}
 UNPINNED = {"WAKER_SSH_HOST_KEY": ""}
 OURS = {"WAKER_SSH_HOST_KEY": "{our_line}"}  # the wrong key
 MISSING = (
-    "WRONG SSH key /nowhere is missing; make it with: ssh-keygen -t ed25519 -N '' -f"
-    " /nowhere"
+    "WRONG SSH key /nowhere is missing; correct the path, or make it with: ssh-keygen"
+    " -t ed25519 -N '' -f /nowhere"
 )
 NOBODY = {"WAKER_SSH_USER": "nobody"}
 NO_KEY = UNPINNED | {"WAKER_SSH_KEY": "/nowhere"}
 SYSTEMD = {"WAKER_INITRD": "systemd"}
-SAYS = "{port} is open; it says {ident}"
+SAYS = "127.0.0.1, port {port} is open; it says {ident}"
 BOOTED = "is this the booted system? If not, set WAKER_INITRD=systemd"
 REFUSED = (
     "WRONG the initrd refused our key {ours} for user nobody: add it to the initrd's"
@@ -116,8 +118,8 @@ NEW = (
     " WAKER_SSH_HOST_KEY={line}"
 )
 IMPOSTOR = (
-    "WRONG the host key differs: pinned {ours}, seen {seen}. Is the system already up?"
-    " If not, suspect an impostor"
+    "WRONG the host key differs: pinned {ours}, seen {seen}. Is the system up, or was"
+    " its key pinned? If neither, suspect an impostor"
 )
 
 
@@ -128,13 +130,23 @@ IMPOSTOR = (
         (DROPBEAR, {"WAKER_LISTEN": "127.0.0.1:{open}"}, "web port", TAKEN),
         (DROPBEAR, {"WAKER_LISTEN": "203.0.113.9:8080"}, "web port", ABROAD),
         (DROPBEAR, NOBODY_THERE, "system's port", WHERE),
-        (DROPBEAR, UP, "system's port", "ok {open} is open; it says nothing"),
-        (DROPBEAR, {}, "system's port", "- {closed} refuses connections"),
+        (
+            DROPBEAR,
+            UP,
+            "system's port",
+            "ok 127.0.0.1, port {open} is open; it says nothing",
+        ),
+        (
+            DROPBEAR,
+            {},
+            "system's port",
+            "- 127.0.0.1, port {closed} refuses connections",
+        ),
         (DROPBEAR, {}, "initrd's port", f"ok {SAYS}"),
         (OPENSSH, {}, "initrd's port", f"WRONG {SAYS}; {BOOTED}"),
         (OPENSSH, SYSTEMD, "initrd's port", f"ok {SAYS}"),
         (DROPBEAR, COMMON, "initrd's port", ""),
-        (DROPBEAR, COMMON, "common port", f"ok {SAYS}"),
+        (DROPBEAR, COMMON, "shared port", f"ok {SAYS}"),
         (DROPBEAR, {}, "host key", "ok pinned and verified"),
         (DROPBEAR, UNPINNED, "host key", NEW),
         (DROPBEAR, OURS, "host key", IMPOSTOR),
@@ -185,7 +197,10 @@ def test_a_port_below_1024_is_a_hint() -> None:
     if os.geteuid():
         pytest.skip("needs root, to listen on port 1023")
     hint = ", but only if waker runs as root; waker.service does not"
-    for port, verdict, words in ((1023, "-", hint), (1024, "ok", "")):
+    for port, verdict, words in (
+        (1023, "-", hint),
+        (1024, "-", f", but {BEHIND_PROXY}"),
+    ):
         settings = BASE | {"WAKER_LISTEN": f"127.0.0.1:{port}"}
         found = waker.check(waker.read_config(settings, Path()), None)
         table = {name: f"{verdict} {seen}" for name, seen, verdict in found}
@@ -216,7 +231,9 @@ def test_what_a_port_says_is_printed_with_its_control_characters_escaped(
     port = str(listener.getsockname()[1])
     with contextlib.closing(SshServer(listener, new_key(), ident)):
         _, table = run(BASE | {"WAKER_SYSTEM_SSH_PORT": port}, tmp_path)
-    told = rf"ok {port} is open; it says SSH-2.0-\x1b[31mred\xc3\xbf\x07"
+    told = (
+        rf"ok 127.0.0.1, port {port} is open; it says SSH-2.0-\x1b[31mred\xc3\xbf\x07"
+    )
     assert table["system's port"] == told
 
 
@@ -225,10 +242,13 @@ def test_the_way_of_the_packet_is_told_and_none_is_sent(home: Home) -> None:
     lan, wan, limited = "192.168.77.1", "198.51.100.2", "255.255.255.255"
     way = "would leave from {} to {}"
     far = f"{way}; {{}} is on another network, and routers stop broadcasts"
-    far_server = far.format("{}", "{}", "the server")
+    far_server = far.format("{}", "{}", "the server 203.0.113.9")
     far_broadcast = far.format("{}", "{}", "WAKER_HOMELAB_BROADCAST")
     no_broadcast = f"{way}; not a broadcast address of this network, and a sleeping"
     no_broadcast += " server does not answer to its own"
+    wan_broadcast = "198.51.100.255"
+    elsewhere = f"{way}; but 192.168.77.20 is reached from {lan}; is"
+    elsewhere += " WAKER_HOMELAB_BROADCAST right?"
     lost = "Network is unreachable; connect this box to the server's network"
     with machine.capture() as at_machine, provider.capture() as at_provider:
         for box, host, broadcast, source, told, verdict in (
@@ -238,6 +258,7 @@ def test_the_way_of_the_packet_is_told_and_none_is_sent(home: Home) -> None:
             (router, "192.168.77.20", "192.168.77.255", lan, way, "ok"),
             (router, "192.168.77.20", lan, lan, no_broadcast, "-"),
             (router, "192.168.77.20", "192.168.77.30", lan, no_broadcast, "-"),
+            (router, "192.168.77.20", wan_broadcast, wan, elsewhere, "-"),
             (machine, "203.0.113.9", limited, "", lost, "WRONG"),
         ):
             where = {"WAKER_HOMELAB_HOST": host, "WAKER_HOMELAB_BROADCAST": broadcast}
@@ -245,3 +266,42 @@ def test_the_way_of_the_packet_is_told_and_none_is_sent(home: Home) -> None:
             found = box.run(partial(waker.check_packet, config))
             assert found == ("magic packet", told.format(source, broadcast), verdict)
         assert udp_packets(at_machine) == udp_packets(at_provider) == []
+
+
+BOX, SERVER = "192.168.77.1", "192.168.77.20"
+OWN_ADDRESS = r"WRONG +server +{} is this box's own address, or a broadcast address"
+OWN_MAC = "WRONG +MAC address +{} is this box's own; take the server's"
+OTHER_MAC = f"- +MAC address +{SERVER} answers from {{}}, not from 52:54:00:12:34:56"
+RIGHT_MAC = f"ok +MAC address +{SERVER} answers from it"
+
+
+@pytest.mark.parametrize(
+    ("host", "mac", "told"),
+    [
+        (BOX, "52:54:00:12:34:56", OWN_ADDRESS.format(BOX)),
+        ("192.168.77.255", "52:54:00:12:34:56", OWN_ADDRESS.format("192.168.77.255")),
+        (SERVER, "02:00:00:00:00:01", OWN_MAC.format("02:00:00:00:00:01")),
+        (SERVER, "52:54:00:12:34:56", OTHER_MAC.format("02:00:00:00:00:20")),
+        (SERVER, "02:00:00:00:00:20", RIGHT_MAC),
+    ],
+    ids=["own address", "broadcast", "own MAC", "another MAC", "right MAC"],
+)
+def test_the_box_is_not_taken_for_the_server(
+    home: Home, host: str, mac: str, told: str
+) -> None:
+    router, machine, _ = home
+    ip(f"-n {router.name} link set lan address 02:00:00:00:00:01")
+    ip(f"-n {machine.name} link set eth0 address 02:00:00:00:00:20")
+    settings = BASE | {"WAKER_HOMELAB_HOST": host, "WAKER_HOMELAB_MAC": mac}
+    ended = subprocess.run(
+        [*router.command(), *MODULE, "check"],
+        cwd=CHECKOUT,
+        env=environment(settings),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert re.search(told, ended.stdout), ended.stdout + ended.stderr
+    lines = ended.stdout.splitlines()
+    own = [line for line in lines if "own" in line]
+    assert len(own) == ("WRONG" in told)

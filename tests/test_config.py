@@ -64,6 +64,7 @@ def test_a_right_value_has_one_meaning(
 
 HOST = f"must be {waker.ADDRESS_FORM}"
 MAC = f"must be {waker.MAC_FORM}"
+SUDO = "use sudo, or for the service, keep it in /etc/waker"
 PROXIES = f"must be {waker.PROXY_FORM}"
 KEYS = "must be a line such as ssh-ed25519 AAAA...; the whole key, not its fingerprint"
 DIGITS = "must be 8 to 128 characters, without a space at either end"
@@ -98,9 +99,9 @@ LISTEN = "must be ADDRESS:PORT such as 0.0.0.0:8080"
         (
             "WAKER_SSH_KEY",
             "x",
-            "{0} is missing; make it with: ssh-keygen -t ed25519 -N '' -f {0}",
+            f"{{0}} is missing; correct the path, or {waker.MAKE_KEY.format('{0}')}",
         ),
-        ("WAKER_SSH_KEY", "ssh_key/x", "{}: Not a directory; try with sudo"),
+        ("WAKER_SSH_KEY", "ssh_key/x", f"{{0}}: Not a directory; {SUDO}"),
         ("WAKER_SSH_HOST_KEY", f"{FINGERPRINT}|{BLOB}|@revoked {KEY}", KEYS),
         ("WAKER_SSH_HOST_KEY", f"{KEY[:-4]}|{KEY}*|ssh-ed25519 {BLOB[:20]}", KEYS),
         ("WAKER_SSH_HOST_KEY", f"ecdsa-sha2-nistp384 {NISTP256}", KEYS),
@@ -124,7 +125,8 @@ def test_a_wrong_value_is_told_with_the_remedy(
         assert faults(good | {name: value}, tmp_path) == [fault]
 
 
-FOREIGN = "is PuTTY's or dropbear's; convert it to OpenSSH's format"
+PUTTY = "is PuTTY's; run puttygen {0} -O private-openssh -o {0}.new"
+DROPBEAR = "is dropbear's; run dropbearconvert dropbear openssh {0} {0}.new"
 OPEN = "is open to others; chmod 600 {}"
 
 
@@ -132,8 +134,8 @@ OPEN = "is open to others; chmod 600 {}"
     ("content", "mode", "told"),
     [
         (KEY, 0o644, "is a public key; name the private one, without .pub"),
-        ("PuTTY-User-Key-File-3: ssh-ed25519\n", 0o644, FOREIGN),
-        ("\0\0\0\x0bssh-ed25519\0\0\0@", 0o600, FOREIGN),
+        ("PuTTY-User-Key-File-3: ssh-ed25519\n", 0o644, PUTTY),
+        ("\0\0\0\x0bssh-ed25519\0\0\0@", 0o600, DROPBEAR),
         ("rubbish", 0o644, "must be an Ed25519, ECDSA or RSA private key"),
         (PEM, 0o604, OPEN),
         (PEM, 0o602, OPEN),

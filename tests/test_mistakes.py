@@ -25,6 +25,7 @@ from conftest import (
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
     Encoding,
     NoEncryption,
     PrivateFormat,
@@ -63,11 +64,12 @@ def openssh_key(key: Ed25519PrivateKey) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
 
 
-def expired_certificate(key: Ed25519PrivateKey) -> bytes:
+def certificate(key: Ed25519PrivateKey, first: int, last: int) -> bytes:
+    """Make one that is valid from the first year to the last, in January."""
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "waker")])
     builder = x509.CertificateBuilder(name, name, key.public_key(), 1)
-    builder = builder.not_valid_before(dt.datetime(2024, 1, 1, tzinfo=UTC))
-    builder = builder.not_valid_after(dt.datetime(2025, 1, 31, tzinfo=UTC))
+    builder = builder.not_valid_before(dt.datetime(first, 1, 31, tzinfo=UTC))
+    builder = builder.not_valid_after(dt.datetime(last, 1, 31, tzinfo=UTC))
     return builder.sign(key, None).public_bytes(Encoding.PEM)
 
 
@@ -76,6 +78,9 @@ OWN = Ed25519PrivateKey.generate()
 PUBLIC = OWN.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
 PKCS8 = OWN.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 UNPINNED = {"WAKER_SSH_HOST_KEY": ""}
+LOCKED = OWN.private_bytes(
+    Encoding.PEM, PrivateFormat.OpenSSH, BestAvailableEncryption(b"secret")
+)
 HALVES = SERVER_KEY[:40], SERVER_KEY[40:]
 TLS = {"WAKER_TLS_CERT": "cert.pem", "WAKER_TLS_KEY": "key.pem"}
 HTTP_SAYS = "HTTP/1.0 400 Bad request"
@@ -101,8 +106,34 @@ MISTAKES = {
     "expired certificate": Mistake(
         "- +certificate +expired on 2025-01-31; browsers will warn",
         TLS,
-        files={"cert.pem": expired_certificate(OWN), "key.pem": PKCS8},
+        files={"cert.pem": certificate(OWN, 2024, 2025), "key.pem": PKCS8},
         status=0,
+    ),
+    "certificate of the future": Mistake(
+        "- +certificate +not valid before 2090-01-31; is this box's clock right?",
+        TLS,
+        files={"cert.pem": certificate(OWN, 2090, 2091), "key.pem": PKCS8},
+        status=0,
+    ),
+    "key of another certificate": Mistake(
+        "WAKER_TLS_CERT and WAKER_TLS_KEY do not belong together; the server's own"
+        " certificate must come first",
+        TLS,
+        files={
+            "cert.pem": certificate(Ed25519PrivateKey.generate(), 2024, 2090),
+            "key.pem": PKCS8,
+        },
+    ),
+    "whole network as proxy": Mistake(
+        "- +proxy +everyone in 192.168.1.0/24 could evade the limit of PIN attempts",
+        {"WAKER_TRUSTED_PROXY": "192.168.1.0/24"},
+        status=0,
+    ),
+    "key with a passphrase": Mistake(
+        "WRONG +SSH key .* has a passphrase; remove it with: ssh-keygen -p -N '' -f"
+        " {folder}/ssh_key",
+        files={"ssh_key": LOCKED},
+        status=1,
     ),
     "swapped ports": Mistake(
         "- +system's port .* dropbear.*: are the two ports swapped?",
@@ -151,7 +182,8 @@ MISTAKES = {
         files={"ssh_key": PKCS8},
     ),
     "missing SSH key": Mistake(
-        f"WAKER_SSH_KEY {{folder}}/none is missing; make it with: {KEYGEN}$",
+        "WAKER_SSH_KEY {folder}/none is missing; correct the path, or make it with: "
+        f"{KEYGEN}$",
         {"WAKER_SSH_KEY": "none"},
     ),
     "missing SSH key of the service": Mistake(
@@ -160,7 +192,8 @@ MISTAKES = {
         files={"ssh_key": b"\n"},
     ),
     "missing certificate": Mistake(
-        "WAKER_TLS_CERT {folder}/cert.pem is missing; make both with: openssl req .*",
+        "WAKER_TLS_CERT {folder}/cert.pem is missing; correct the path, or make both"
+        " with: openssl req .*",
         TLS,
     ),
     "tilde in a path": Mistake(WHOLE_PATH, {"WAKER_SSH_KEY": "~/.ssh/id_ed25519"}),

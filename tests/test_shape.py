@@ -85,12 +85,12 @@ CLOCKED = "probe_port Command Session unlock Unlocker Starter Connection read_re
 @pytest.mark.parametrize(
     ("pattern", "names"),
     [
-        (NETWORK, "open_tcp find_source wake listen"),
+        (NETWORK, "open_tcp find_source wake listen is_own_address"),
         (
             r"\btime\.(?!sleep)\w+\(",
             f"{CLOCKED} Handler check_certificate read_passphrase unlock_once",
         ),
-        (rf"{OPENS}|key_file\(", f"{READERS} check_certificate main"),
+        (rf"{OPENS}|key_file\(", f"{READERS} check_certificate check_mac main"),
         (r"subprocess\.\w+\(|os\.(system|exec|spawn|fork)", "Unlocker"),
         (r"environ\b|getenv|sys\.std", "main"),
         (r"signal\.", "serve unlock_once print_table"),

@@ -250,7 +250,8 @@ def test_what_could_only_fail_wakes_nobody(config: waker.Config, lab: Homelab) -
         client.log_in()
         lab.ssh_key.unlink()  # the daemon runs already
         remedy = f"make it with: ssh-keygen -t ed25519 -N '' -f {lab.ssh_key}"
-        fault = f"SSH key {lab.ssh_key} is missing; {remedy}. {NOT_SENT}"
+        fault = f"SSH key {lab.ssh_key} is missing; correct the path, or {remedy}."
+        fault += f" {NOT_SENT}"
         for answer, wish in ((client.start(), "start"), (client.unlock(), "unlock")):
             assert answer.status == 500
             assert answer.error == f"Failed to {wish}: {fault}"
