@@ -1625,17 +1625,16 @@ def load_page() -> tuple[Response, Response]:
         source = PAGE[1:].encode() or path.read_bytes()
     except OSError as error:
         raise ConfigError(f"the page {path}: {error.strerror}") from None
-    parts = (
-        rb"(?s)png;base64,([\w+/=]+).*<style>(.*?)</style>.*<script[^>]*>(.*?)</script>"
-    )
-    found = re.search(parts, source)
-    if not found:
+    icon = re.search(rb"png;base64,([\w+/=]+)", source)
+    # The policy allows the page's own styles and scripts, by hash, and no others.
+    hashes = {b"style": "", b"script": ""}
+    for name, code in re.findall(rb"(?s)<(style|script)\b[^>]*>(.*?)</\1>", source):
+        hashes[name] += f" 'sha256-{base64.b64encode(sha256(code)).decode()}'"
+    if not icon or not all(hashes.values()):
         raise ConfigError("ui.html is damaged; reinstall it")
-    # The policy allows this style and this script, by hash, and no others.
-    codes = found.group(2, 3)
-    style, script = (base64.b64encode(sha256(code)).decode() for code in codes)
     policy = (
-        f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}';"
+        f"default-src 'none'; script-src{hashes[b'script']};"
+        f" style-src{hashes[b'style']};"
         " connect-src 'self'; img-src 'self' data:; manifest-src data:;"
         " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
         " require-trusted-types-for 'script'"
@@ -1643,7 +1642,7 @@ def load_page() -> tuple[Response, Response]:
     html = "Content-Type", "text/html; charset=utf-8"
     page = Response(source, 200, (("Content-Security-Policy", policy), html))
     png = "Content-Type", "image/png"
-    return page, Response(base64.b64decode(found[1]), 200, (png,))
+    return page, Response(base64.b64decode(icon[1]), 200, (png,))
 
 
 class App:
