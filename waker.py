@@ -256,7 +256,10 @@ class Outcome(enum.Enum):
 
     UNLOCKED = "unlocked", "Unlocked: {}"
     WRONG_PASSPHRASE = "wrong_passphrase", "Wrong passphrase for {}"
-    GAVE_UP = "gave_up", "the initrd has given up on a disk; restart the server{}"
+    GAVE_UP = (
+        "gave_up",
+        "the server stopped asking for the passphrase. Someone must restart it{}",
+    )
     ASKS = "not_confirmed", f"{SENT_BUT}a disk is still asking{{}}"
     ONE_MORE = "not_confirmed", f"{SENT_BUT}another disk is asking; unlock again{{}}"
     NOT_CONFIRMED = "not_confirmed", f"{SENT_BUT}{{}}"
@@ -264,11 +267,11 @@ class Outcome(enum.Enum):
     ALL_OPEN = "already_open", "no passphrase is needed: every disk is already open"
     BOOTED = "up", "no passphrase is needed: the system is already up"
     OTHER_HOST_KEY = "host_key_differs", "the host key differs: {}"
-    KEY_REFUSED = "key_refused", "the initrd refused our key {}"
+    KEY_REFUSED = "key_refused", "the server refused waker's SSH key {}"
     UNREACHABLE = "not_asked", "port {}"
     BROKEN_OFF = "not_asked", "the SSH server hung up or stopped responding during {}"
     TOO_EARLY = "not_asked", "the initrd is not ready yet; try again in a few seconds"
-    IDLE = "not_asked", "no disk is asking: it is too early, or all are open already"
+    IDLE = "not_asked", "no disk is asking yet: too early, or already unlocked"
     LOST = "not_asked", "the connection was lost before a disk asked; try again"
     SILENT = "not_asked", "logged in, but no disk asked for its passphrase in time"
     ENDED = "not_asked", "the unlock command ended without asking; try again"

@@ -108,9 +108,9 @@ SYSTEMD = {"WAKER_INITRD": "systemd"}
 SAYS = "127.0.0.1, port {port} is open; it says {ident}"
 BOOTED = "is this the booted system? If not, set WAKER_INITRD=systemd"
 REFUSED = (
-    "WRONG the initrd refused our key {ours} for user nobody: add it to the initrd's"
-    " authorized_keys and rebuild the initrd, or correct WAKER_SSH_USER, or install"
-    " that user's shell in the initrd"
+    "WRONG the server refused waker's SSH key {ours} for user nobody: add it to the"
+    " initrd's authorized_keys and rebuild the initrd, or correct WAKER_SSH_USER, or"
+    " install that user's shell in the initrd"
 )
 NOT_PINNED = "- no host key is pinned; run waker check while the initrd waits"
 NEW = (

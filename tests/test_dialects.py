@@ -29,7 +29,10 @@ BOTH = {"root": "x", "home": "x"}
 UNLOCKED = "unlocked: Unlocked: "
 WRONG = "wrong_passphrase: Wrong passphrase for disk "
 CAREFUL = "Be careful: after another wrong passphrase, systemd may give up"
-GAVE_UP = "gave_up: the initrd has given up on a disk; restart the server. The passph"
+GAVE_UP = (
+    "gave_up: the server stopped asking for the passphrase. Someone must restart it."
+    " The passph"
+)
 UNCONFIRMED = (
     "not_confirmed: Not confirmed: the passphrase was sent, but the initrd did"
 )

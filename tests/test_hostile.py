@@ -251,13 +251,13 @@ CASES: dict[str, tuple[str, str, Runs, int, str, int]] = {
     "gives up": (
         *("systemd", PASSPHRASE),
         [(says("asks root"), reads, says("dead"))],
-        *(500, r"Failed to unlock: the initrd has given up .* was sent\.", 1),
+        *(500, r"Failed to unlock: the server stopped asking .* was sent\.", 1),
     ),
     "gives up on another disk": (
         *("systemd", PASSPHRASE),
         [(says("asks root"), reads, says("opened root")), (says("dead"),)],
         500,
-        r"Failed to unlock: the initrd has given up .*; unlocked: root\. .* was sent\.",
+        r"Failed to unlock: the server stopped asking .*; unlocked: root\. .* was sent\.",
         1,
     ),
     "asks for ever": (

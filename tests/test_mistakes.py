@@ -91,7 +91,7 @@ PIN_UNSET = r"WAKER_PIN is not set \(only a line `WAKER_PIN=\.\.\.` counts\)"
 JOIN = "write NAME=value without `export`, or join it to the line above"
 KEYGEN = "ssh-keygen -t ed25519 -N '' -f {folder}/none"
 ALL_CAUSES = (
-    "WRONG .* refused our key .* add it to the initrd's authorized_keys and rebuild the"
+    "WRONG .* refused waker's SSH key .* add it to the initrd's authorized_keys and rebuild the"
     " initrd, or correct WAKER_SSH_USER, or install that user's shell"
 )
 MISTAKES = {

@@ -103,7 +103,7 @@ def test_what_is_not_right_is_told_and_nothing_sent(
             ({"host_keys": (RSA,)}, "pinned: ssh-rsa|the host key differs"),
             ({"host_keys": ()}, "no host key is pinned; run waker check"),
             ({"initrd_port": free_port()}, "Connection refused"),
-            ({"key": other}, "^key_refused: the initrd refused our key {}"),
+            ({"key": other}, "^key_refused: the server refused waker's SSH key {}"),
             ({"key": damaged}, "is damaged, or not an Ed25519, ECDSA or RSA key"),
         ):
             pattern = told.format(*prints).replace("+", r"\+")
@@ -119,7 +119,7 @@ def test_what_is_not_right_is_told_and_nothing_sent(
         (Disks(ONE, wordless=True), NO_VERDICT, [RIGHT]),
         (Disks(ONE, dies="hangs up"), LOST, [RIGHT]),
         (Disks(ONE, dies="before"), "not_asked: the connection was lost before", []),
-        (Disks(ONE, idle=True), "not_asked: no disk is asking", []),
+        (Disks(ONE, idle=True), "not_asked: no disk is asking yet", []),
         (Disks(ONE, mute=True), "not_asked: logged in, but no disk asked", []),
     ],
     ids=["wordless", "hangs up", "dies before", "idle", "mute"],
