@@ -7,14 +7,14 @@ Away from home, you type a PIN and the disk's passphrase into a web page. This d
 on a Raspberry Pi or router near the machine, wakes the machine, watches it and unlocks
 its disk. The passphrase is sent only after this connection's host key matched a pinned
 key and the initrd asked. "Unlocked" is reported only if the initrd said so. The
-daemon writes no files, so a restart invalidates all tokens.
+daemon writes no files; a restart invalidates all tokens.
 
 The rules of this file:
 1. Read it top to bottom, once: a name is defined before it is used.
-2. Input is parsed once, on entry. Code past that point relies on the parsed value.
+2. Parse input once, on entry. Code past that point relies on the parsed value.
 3. Handlers return a Response. One function turns every error into JSON.
 4. The route table says which requests need a token.
-5. Few functions touch the network or files. Only commands use arguments, signals and
+5. I/O is kept in few functions. Only commands use arguments, signals and
    the environment.
 6. Nothing at module level changes. Requests carry `now`; only code that waits, or
    reports progress, reads the clock.
@@ -80,7 +80,7 @@ def sha256(data: bytes) -> bytes:
 
 
 def parse_mac(text: str) -> Mac:
-    """Read six hex pairs, all joined by `:` or all by `-`."""
+    """Parse six hex pairs, separated by `:` or by `-`."""
     pair = "[0-9A-Fa-f]{2}"
     found = re.fullmatch(rf"{pair}([:-]){pair}(\1{pair}){{4}}", text)
     octets = bytes.fromhex(re.sub("[:-]", "", text))
@@ -106,7 +106,7 @@ class Passphrase:
     """A LUKS passphrase: 1 to 512 bytes of UTF-8 without control characters."""
 
     def __init__(self, text: str) -> None:
-        self.data: Final = text.encode()  # exactly: nothing is stripped or normalised
+        self.data: Final = text.encode()  # as typed: not stripped, not normalised
         # cryptsetup reads 512 bytes. A control character could edit the input line.
         if not 1 <= len(self.data) <= 512 or re.search(r"[\x00-\x1f\x7f-\x9f]", text):
             raise ValueError
@@ -181,9 +181,9 @@ def in_networks(address: str, networks: Iterable[Network]) -> bool:
 class FileKind(NamedTuple):
     """A kind of file that a setting names."""
 
-    remedy: str  # if it is missing; {} is its path
+    remedy: str  # how to create it; {} is its path
     wrong: tuple[tuple[str, str], ...] = ()  # how wrong files begin, and the fix
-    private: bool = False  # only its owner and its group may read it
+    private: bool = False  # must not be readable by others
 
     def find_problem(self, path: Path) -> str:
         """Return what is wrong with a file and how to fix it, or an empty string."""
@@ -197,7 +197,7 @@ class FileKind(NamedTuple):
         except OSError as error:
             advice = "use sudo, or for the service, keep it in /etc/waker"
             return f"{path}: {error.strerror}; {advice}"
-        if content == "\n":  # what the unit passes for a missing file
+        if content == "\n":  # waker.service passes a single newline for a missing file
             source = f"/etc/waker/{path.name}"
             return f"{source} is missing; {self.remedy.format(source)}"
         if not content:
@@ -234,7 +234,7 @@ SETTINGS_FILE: Final = FileKind("copy waker.env.example there and edit it")
 
 
 class Fault(Exception):
-    """An error to send as the answer to a request."""
+    """An HTTP error response."""
 
     def __init__(self, status: int, text: str, *headers: tuple[str, str]) -> None:
         super().__init__(text)
@@ -243,7 +243,7 @@ class Fault(Exception):
 
 
 # ---- Outcomes ------------------------------------------------------------------------
-# The possible outcomes of an unlock. Only the initrd's own words mean UNLOCKED or
+# The outcomes of an unlock. Only text printed by the initrd means UNLOCKED or
 # WRONG_PASSPHRASE.
 
 UNSENT: Final = "The passphrase was not sent."
@@ -252,7 +252,7 @@ SUCCESSES: Final = ("unlocked", "already_open", "up")  # words of Outcome
 
 
 class Outcome(enum.Enum):
-    """The outcome of an unlock, for programs and for people; {} is a detail."""
+    """The outcome of an unlock: a word for programs and a sentence for people."""
 
     UNLOCKED = "unlocked", "Unlocked: {}"
     WRONG_PASSPHRASE = "wrong_passphrase", "Wrong passphrase for {}"
@@ -264,7 +264,7 @@ class Outcome(enum.Enum):
     ONE_MORE = "not_confirmed", f"{SENT_BUT}another disk is asking; unlock again{{}}"
     NOT_CONFIRMED = "not_confirmed", f"{SENT_BUT}{{}}"
     # Before the passphrase was sent:
-    ALL_OPEN = "already_open", "no passphrase is needed: every disk is already open"
+    ALL_OPEN = "already_open", "no passphrase is needed: all disks seem to be open"
     BOOTED = "up", "no passphrase is needed: the system is already up"
     OTHER_HOST_KEY = "host_key_differs", "the host key differs: {}"
     KEY_REFUSED = "key_refused", "the server refused waker's SSH key {}"
@@ -287,12 +287,12 @@ class Result(NamedTuple):
     """The result of an unlock as it is reported; `outcome` is for programs."""
 
     outcome: str
-    sent: bool  # the passphrase may have been sent
+    sent: bool  # whether the passphrase may have been sent
     message: str
 
     @classmethod
     def of(cls, outcome: Outcome, detail: str = "", *, sent: bool) -> "Result":
-        """Build the message; unless obvious, say whether the passphrase was sent."""
+        """Build the message; add whether it was sent unless the words imply it."""
         word, sentence = outcome.value
         message = f"{sentence.format(detail)}."
         if word not in ("unlocked", "not_confirmed", "wrong_passphrase"):
@@ -309,7 +309,7 @@ class NotSent(Exception):
 
 
 # ---- Dialects ------------------------------------------------------------------------
-# How each kind of initrd is asked to unlock, and what its words mean.
+# How to start an unlock in each kind of initrd, and what its output means.
 
 
 class Dialect(NamedTuple):
@@ -320,12 +320,12 @@ class Dialect(NamedTuple):
     # Patterns to search each line of output for; group 1 lists the disks.
     patterns: tuple[tuple[str, Outcome], ...]
     ending: bytes = b""  # sent after the passphrase; if empty, input is closed instead
-    silence: Outcome = Outcome.ENDED  # if the command succeeds without asking
-    warning: str = ""  # about the next wrong passphrase
+    silence: Outcome = Outcome.ENDED  # if it exits with 0 and prints no known line
+    warning: str = ""  # appended after a wrong passphrase
 
 
-# Each open prompt is a file. The agent answers every prompt with a line of its input,
-# which must not end: end of file would count as an empty passphrase. If an answered
+# Each open prompt is a file. The agent answers each prompt with one line of its input,
+# so its input must not end: end of file counts as an empty passphrase. If an answered
 # disk prompts again, the passphrase was wrong; unit states show the rest. A passphrase
 # must not be an argument, so `printf` must be built into the shell. Source: systemd's
 # PASSWORD_AGENTS; tested with 257.
@@ -446,7 +446,7 @@ class Machine(NamedTuple):
 
 
 class Config(NamedTuple):
-    """All settings, in the order of SETTINGS, and figures that only tests change."""
+    """All settings, in the order of SETTINGS, and constants that only tests change."""
 
     machine: Machine
     mac: Mac
@@ -461,8 +461,8 @@ class Config(NamedTuple):
     unlock_seconds: int = 90  # room for a slow key derivation on a slow machine
     packet_seconds: float = 10  # between packets, while nothing answers
     retry_seconds: float = 5  # between tries to unlock, while no disk asks
-    prompt_seconds: float = 120  # for a disk to ask, from the first try on
-    doubt_seconds: float = 45  # until an initrd that still answers is mentioned
+    prompt_seconds: float = 120  # for a disk to ask, counted from the first try
+    doubt_seconds: float = 45  # before the message says that the initrd still runs
     start_seconds: float = 600  # for the initrd to come up, and then for the system
 
 
@@ -476,7 +476,7 @@ class PortState(enum.Enum):
     """The state of a TCP port, in words for people."""
 
     OPEN = "is open"
-    CLOSED = "refuses connections"  # so the machine is there
+    CLOSED = "refuses connections"  # which proves that the machine is on
     SILENT = "does not answer"
     UNKNOWN = "could not be checked; is WAKER_HOMELAB_HOST right?"  # our own failure
 
@@ -488,7 +488,7 @@ class PortStates(NamedTuple):
     system: PortState
 
     def members(self) -> dict[str, object]:
-        """Return the members of the status that describe the machine."""
+        """Return the machine's part of GET /api/status."""
         state = "off"
         if PortState.CLOSED in self:
             state = "booting"
@@ -541,8 +541,8 @@ def check_ports(machine: Machine) -> PortStates:
         state, banner = probe_port(machine.host, machine.system_port, banner=True)
         if state is not PortState.OPEN:
             return PortStates(state, state)
-        if not banner:
-            return PortStates(PortState.UNKNOWN, PortState.UNKNOWN)
+        if not banner:  # SSH is not up yet
+            return PortStates(PortState.CLOSED, PortState.CLOSED)
         if "dropbear" in banner:
             return PortStates(initrd=PortState.OPEN, system=PortState.CLOSED)
         return PortStates(initrd=PortState.CLOSED, system=PortState.OPEN)
@@ -572,7 +572,7 @@ class Watcher:
     def check(self, now: float) -> PortStates:
         """Return a result that is at most a second old."""
         with self._lock:
-            if now >= self._checked + 1:  # OpenSSH penalises more frequent clients
+            if now >= self._checked + 1:  # OpenSSH 9.8 penalises frequent connections
                 self._states = check_ports(self._machine)
                 self._checked = now
             return self._states
@@ -580,7 +580,7 @@ class Watcher:
 
 # ---- Unlocking -----------------------------------------------------------------------
 # `waker.py unlock` unlocks one machine once and exits, which frees its memory. Even a
-# verified server may lie: trust no more of its output than necessary, and report only
+# verified server may lie: trust as little of its output as possible, and report only
 # disk names. After `not_asked`, retrying is safe.
 
 CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
@@ -591,7 +591,7 @@ NEXT_PROMPT_SECONDS: Final = 15  # for the next disk
 END_SECONDS: Final = 3  # for a command to end after its verdict
 MAX_LINE: Final = 65536  # characters of output; no initrd writes a longer line
 MAX_OUTPUT: Final = 1 << 20  # bytes of output of one command
-MAX_DISKS: Final = 16  # disks answered; a lying server could keep asking
+MAX_DISKS: Final = 16  # disks to answer; a lying server could keep asking
 VERDICTS: Final = (Outcome.UNLOCKED, Outcome.WRONG_PASSPHRASE)
 SENT_REPORT: Final = '{"sent": true}'  # printed before the passphrase is sent
 NO_PARAMIKO: Final = "paramiko is missing or incomplete; install python3-paramiko"
@@ -602,7 +602,7 @@ SHORTAGES: Final = MemoryError, RuntimeError  # no memory left, or no thread can
 
 
 def open_transport(machine: Machine) -> "Transport":
-    """Connect, without offering SHA-1, MD5 or CBC. Raises: NotSent."""
+    """Connect; offer no SHA-1, MD5 or CBC. Raises: NotSent."""
     try:
         import paramiko
 
@@ -683,13 +683,13 @@ def load_key(path: Path) -> "PKey":
         except SHORTAGES:
             raise
         except PEER_ERRORS:
-            continue  # it is of another type, or damaged
+            continue  # another type, or damaged
     reason = f"SSH key {path} is damaged, or not an Ed25519, ECDSA or RSA key"
     raise NotSent(Outcome.ERROR, reason)
 
 
 def log_in(transport: "Transport", machine: Machine) -> None:
-    """Authenticate with our key only. Raises: NotSent."""
+    """Authenticate with WAKER_SSH_KEY and nothing else. Raises: NotSent."""
     key = load_key(machine.key)
     try:
         transport.auth_publickey(machine.user, key)
@@ -769,19 +769,19 @@ class Command:
     ) -> tuple[Outcome, list[str]]:
         """Send the passphrase; return the verdict and the disks that it names.
 
-        Ignore output from before the answer, and the success of other disks.
+        Ignore earlier output, and success messages for other disks.
         """
         while self._channel.recv_ready() and self._received <= MAX_OUTPUT:
             self._receive()
         self._lines.clear()
         self._rest = ""
         try:
-            self._channel.settimeout(0)  # there is room, unless the server is hostile
+            self._channel.settimeout(0)  # an honest server's window has room for it
             self._channel.sendall(passphrase.data + self._dialect.ending)
         except PEER_ERRORS:
             return Outcome.ENDED, list(disks)
         if not self._dialect.ending:
-            with contextlib.suppress(PEER_ERRORS):  # a quick verdict may have closed it
+            with contextlib.suppress(PEER_ERRORS):  # the command may have ended already
                 self._channel.shutdown_write()
         event, named = self.next_event(until)
         while event is Outcome.UNLOCKED and not set(named) & set(disks):
@@ -827,7 +827,7 @@ class Session:
         except PEER_ERRORS:
             raise NotSent(self._explain_end(Outcome.REFUSED)) from None
         event, disks = command.next_event(until)
-        while event in VERDICTS:  # on somebody else's answer
+        while event in VERDICTS:  # somebody else answered
             event, disks = command.next_event(until)
         if event is not Outcome.ASKS:
             raise NotSent(self._explain_end(event))
@@ -973,10 +973,10 @@ class Unlocker:
                 sent.set()
             unwanted = cancelled.is_set() and not sent.is_set()
             if unwanted or time.monotonic() > deadline:
-                child.kill()  # what it has reported is still read
+                child.kill()  # keep reading: it may have reported before it died
 
     def run(self, passphrase: Passphrase, cancelled: Event, sent: Event) -> Result:
-        """Unlock; set `sent` right before sending. Until then, `cancelled` stops it."""
+        """Unlock. `sent` is set before sending; a cancel before that kills it."""
         import subprocess
 
         try:
@@ -993,21 +993,21 @@ class Unlocker:
             return Result.of(Outcome.ERROR, reason, sent=False)
         with child:  # waits for its end
             stdin = cast("io.BufferedWriter", child.stdin)
-            with contextlib.suppress(BrokenPipeError):  # the reports explain it
+            with contextlib.suppress(BrokenPipeError):  # the child's output says why
                 if not cancelled.is_set():
                     stdin.write(passphrase.data)  # fits into the pipe: cannot block
                 stdin.close()
             reports = self._read_reports(child, cancelled, sent)
-        lines = [json.loads(line) for line in reports.splitlines()]
-        if lines and "outcome" in lines[-1]:
-            return Result(**lines[-1])
+        *_, last = reports.splitlines() or [b""]
+        with contextlib.suppress(ValueError, TypeError):  # it is not a result
+            return Result(**json.loads(last))
         reason = f"the unlocking process ended with status {child.returncode}"
         outcome = Outcome.NOT_CONFIRMED if sent.is_set() else Outcome.ERROR
         return Result.of(outcome, f"{reason}; see waker's log", sent=sent.is_set())
 
 
 # ---- Configuration -------------------------------------------------------------------
-# One table drives parsing and --help. All mistakes are reported together, each with the
+# One table drives parsing and --help. All mistakes are reported at once, each with the
 # valid form but without the value, which may be a misplaced secret. An unknown WAKER_
 # name is a mistake: a typo must not weaken anything silently.
 
@@ -1019,7 +1019,7 @@ class ConfigError(Exception):
 
 
 def match_whole(pattern: str, text: str) -> str:
-    """Return a text that matches the pattern as a whole."""
+    """Return the text if all of it matches the pattern."""
     if not re.fullmatch(pattern, text, re.ASCII):
         raise ValueError
     return text
@@ -1074,7 +1074,7 @@ MAC_FORM: Final = (
     "a MAC address such as 52:54:00:12:34:56; the network card's own, as `ip link`"
     " shows it, not a group address"
 )
-WHOLE: Final = "; write it whole, without ~"
+WHOLE: Final = "; write the full path, without ~"
 KEY_FORM: Final = (
     "a line such as ssh-ed25519 AAAA...; the whole key, not its fingerprint"
 )
@@ -1156,7 +1156,7 @@ def is_public_half(host_key: HostKey, path: Path) -> bool:
 
 
 def find_conflicts(parsed: Mapping[str, Any]) -> Iterator[str]:
-    """Name bad files, and conflicts between settings that are valid alone."""
+    """Report bad files, and settings that are valid alone but conflict."""
     get = parsed.get
     port = get("WAKER_INITRD_SSH_PORT")
     one_port = port and port == get("WAKER_SYSTEM_SSH_PORT")
@@ -1193,7 +1193,7 @@ def parse_settings(count: int, values: Mapping[str, str], folder: Path) -> list[
         except ValueError:
             mistake = f"must be {form}"
             if not text:
-                mistake = f"is not set (only a line `{name}=...` counts); it must be"
+                mistake = f"is not set; add a line `{name}=...` with"
                 mistake += f" {form.partition(';')[0]}"
             mistakes.append(f"{name} {mistake}")
         else:
@@ -1217,7 +1217,7 @@ def read_config(values: Mapping[str, str], folder: Path) -> Config:
 
 
 def magic_packet(mac: Mac) -> bytes:
-    """Build the 102 bytes. Source: AMD publication 20213, Magic Packet Technology."""
+    """Build the packet. Source: AMD publication 20213, Magic Packet Technology."""
     return b"\xff" * 6 + mac * 16
 
 
@@ -1253,7 +1253,7 @@ def wake(config: Config) -> str:
 # Events that matter, one per line, on standard error. No line contains a PIN, a
 # passphrase, a token, or the text of an exception, which might quote one.
 
-MAX_LOG_LINE: Final = 1000  # characters; a pipe with any room takes them at once
+MAX_LOG_LINE: Final = 1000  # characters; less than PIPE_BUF, so a write is atomic
 
 
 def printable(text: str) -> str:
@@ -1262,7 +1262,7 @@ def printable(text: str) -> str:
 
 def log(text: str) -> None:
     """Write a line, or drop it if writing would block the daemon."""
-    with contextlib.suppress(OSError):  # a broken log must not stop us
+    with contextlib.suppress(OSError):  # a broken log must not stop the daemon
         if select.select([], [2], [], 0)[1]:
             os.write(2, f"{printable(text)[:MAX_LOG_LINE]}\n".encode())
 
@@ -1274,7 +1274,7 @@ def describe_bug(error: BaseException) -> str:
 
 
 # ---- Starting ------------------------------------------------------------------------
-# Wake, wait, unlock and watch: one tap on a phone, which may then sleep. The passphrase
+# Wake, wait, unlock and watch, in a thread: the phone may go to sleep. The passphrase
 # is kept until the unlocking process has ended.
 
 SHOWN_SECONDS: Final = 3600  # how long the status shows a finished start
@@ -1367,13 +1367,13 @@ class Starter:
         except Fault as fault:
             if is_first:
                 raise Ended(Phase.FAILED, "error", f"{fault}. {UNSENT}") from None
-            return f"{fault}; trying again"  # a waking machine may interrupt its link
+            return f"{fault}; trying again"  # the link may drop while the machine wakes
 
     def _wait_for_initrd(self, start: Start, deadline: float) -> None:
         """Wake the machine until the initrd's port is open. Raises: Ended."""
         why = "did not wake: check power, network cable and Wake-on-LAN."
         if start.phase is Phase.UNLOCKING:  # an earlier try reached the initrd
-            why = "fell silent again."
+            why = "stopped responding."
         message = start.message
         while True:
             now = time.monotonic()
@@ -1389,7 +1389,7 @@ class Starter:
                 raise Ended(Phase.FAILED, "not_awake", f"The server {why} {UNSENT}")
             if PortState.CLOSED in ports:
                 message = "The server is awake and starting up"
-                why = "woke, but the SSH port of its initrd stayed closed."
+                why = "woke, but its initrd's SSH port stayed closed."
             elif now >= start.packet_due:
                 message = self._send_packet(start, now)
             self._report(start, Phase.WAKING, None, message)
@@ -1438,7 +1438,7 @@ class Starter:
 
     def _run(self, start: Start, given: list[Passphrase]) -> None:
         try:
-            # Taken from a list, so that only `_unlock` holds the passphrase.
+            # Pop it, so that only `_unlock` refers to the passphrase.
             result = self._unlock(start, given.pop())
             if result.outcome not in ("unlocked", "already_open", "not_confirmed"):
                 if result.outcome in ("not_asked", "error") and not result.sent:
@@ -1449,7 +1449,7 @@ class Starter:
             self._wait_for_system(start, result)
         except Ended as ended:
             self._report(start, *ended.args)
-        except Exception as error:  # noqa: BLE001 - nobody else would report a bug
+        except Exception as error:  # noqa: BLE001 - the status must show a bug
             start.sent.set()
             text = f"{describe_bug(error)}. The passphrase may have been sent."
             self._report(start, Phase.FAILED, "error", text)
@@ -1490,7 +1490,7 @@ class Starter:
         """Return the last start for the status, or None if there is none to show."""
         with self._lock:
             start = self._last
-            # Keep a host key alarm: an impostor could open a port to clear it.
+            # Keep a host key alarm: an impostor could clear it by opening the port.
             stays = start.phase is Phase.DONE or start.outcome == "host_key_differs"
             if start.phase in ENDINGS and ports.system is PortState.OPEN and not stays:
                 start.ended = -math.inf  # forget it
@@ -1518,7 +1518,7 @@ MAX_CLIENTS: Final = 4096  # whose attempts are remembered, in 2.2 MB
 
 
 def group_client(client: str) -> str:
-    """Return how a client is counted: by IPv4 address, or by a household's IPv6 /56."""
+    """Return a client's key for counting: its IPv4 address, or its IPv6 /56."""
     if ":" not in client:
         return client
     return f"{int(ipaddress.IPv6Address(client)) >> 72:x}::/56"
@@ -1549,7 +1549,7 @@ class Gate:
         raise Fault(429, text, ("Retry-After", wait))
 
     def issue_token(self, now: float) -> str:
-        """Make a token; if there are too many, the oldest one ends."""
+        """Issue a token; discard the oldest if there are too many."""
         token = secrets.token_urlsafe(32)
         with self._lock:
             while len(self._expiry) >= MAX_TOKENS:
@@ -1604,7 +1604,7 @@ def text_member(request: Request, name: str) -> str:
         raise Fault(415, "Content-Type must be application/json")
     if request.body is None:
         raise Fault(413, f"The body must have at most {MAX_BODY} bytes")
-    # Exactly one member: no name can occur twice, and nothing can be nested.
+    # Accept exactly one member, which rules out duplicate names and nesting.
     member = rf'\s*{{\s*"{name}"\s*:\s*("(?:[^"\\]|\\.)*")\s*}}\s*'
     try:
         found = re.fullmatch(member, request.body.decode(), re.ASCII)
@@ -1779,7 +1779,7 @@ def respond(app: App, received: Request | Fault, peer: str) -> Response:
 
 
 # ---- HTTP ----------------------------------------------------------------------------
-# Refuse ambiguous requests: they could be smuggled past a proxy. All patterns run in
+# Refuse ambiguous requests, which could be smuggled past a proxy. All patterns run in
 # linear time. A connection has a thread, one request and a deadline. If there are
 # too many connections, some are dropped. Sources: RFC 9110, 9112.
 
@@ -1914,8 +1914,8 @@ class Connection:
         self._server = server
         self._tcp = tcp
         self._deadline = time.monotonic() + CLIENT_SECONDS
-        self.group = group  # whose connections are counted together
-        self.waiting = False  # for the client: may be dropped to make room
+        self.group = group  # connections of one group are counted together
+        self.waiting = False  # waiting for the client: may be dropped to make room
         self.dropped = False  # its thread is about to end
         self.answering = False  # its request is complete
 
@@ -1928,7 +1928,7 @@ class Connection:
             self._server.lock.notify()
 
     def drop(self) -> None:
-        """Close it to make room; the thread that serves it will notice."""
+        """Shut it down to make room; its thread will notice and end."""
         self.dropped = True
         with contextlib.suppress(OSError):  # SSLSocket's own would go on in plain text
             socket.socket.shutdown(self._tcp, socket.SHUT_RDWR)
@@ -1944,7 +1944,7 @@ class Connection:
         except OSError as error:
             if error.errno not in (errno.EAGAIN, 2, 3):  # SSL_ERROR_WANT_READ, _WRITE
                 raise
-        # Mark it only now: a request that has already arrived must not be dropped.
+        # Mark it only after a read found nothing: a complete request is never dropped.
         self.mark(waiting=True)
         self._tcp.settimeout(left)
         result = action()
@@ -2053,9 +2053,9 @@ class Server(ThreadingHTTPServer):
         return tcp, (address[0].removeprefix("::ffff:"), address[1])
 
     def _make_room(self) -> None:
-        """Drop a waiting connection: any one of the busiest client's."""
+        """Drop a random waiting connection of the client that has the most."""
         if any(each.dropped for each in self.connections.values()):
-            return  # its place is about to be free
+            return  # a place is about to become free
         waiting = {tcp: each for tcp, each in self.connections.items() if each.waiting}
         reading = [tcp for tcp, each in waiting.items() if not each.answering]
         for tcp in select.select(reading, [], [], 0)[0]:
@@ -2079,8 +2079,8 @@ class Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Hang up, and free the thread's place: every connection ends here."""
-        with self.lock:  # so that `_make_room` meets no closed socket
+        """Close a connection and free its place. Every connection ends here."""
+        with self.lock:  # `_make_room` must not find a closed socket
             self.close_request(request)
             self.connections.pop(request, None)
             self.lock.notify()
@@ -2110,7 +2110,7 @@ class Server(ThreadingHTTPServer):
 OK: Final = "ok"
 WRONG: Final = "WRONG"
 HINT: Final = "-"  # harmless, or unknown for now
-Finding = tuple[str, str, str]  # a subject, what was found and how to fix it, a verdict
+Finding = tuple[str, str, str]  # subject, what was found and how to fix it, verdict
 
 
 def check_packet(config: Config) -> Finding:
@@ -2131,8 +2131,8 @@ def check_packet(config: Config) -> Finding:
     if config != limited and not problem:
         with contextlib.suppress(PermissionError):  # so it is a broadcast address
             find_source(config, may_broadcast=False)
-            problem = "not a broadcast address of this network, and a sleeping server"
-            problem += " does not answer to its own"
+            problem = "not this network's broadcast address, and a sleeping server"
+            problem += " does not answer at its own address"
         if ":" not in host and find_source(limited) != find_source(config):
             problem = f"but {host} is reached from {find_source(limited)}; is"
             problem += " WAKER_HOMELAB_BROADCAST right?"
@@ -2382,12 +2382,12 @@ def unlock_once(machine: Machine, seconds: int) -> Result:
     try:
         passphrase = read_passphrase(seconds)
     except TimeoutError:
-        reason = f"no passphrase came within {seconds} s"
+        reason = f"no passphrase was entered within {seconds} s"
         return Result.of(Outcome.ERROR, reason, sent=False)
     except (EOFError, KeyboardInterrupt):
         return Result.of(Outcome.ERROR, "no passphrase was typed", sent=False)
     except (ValueError, OSError):
-        reason = "a passphrase is 1 to 512 bytes of UTF-8, no control characters"
+        reason = "a passphrase is 1 to 512 bytes of UTF-8 without control characters"
         return Result.of(Outcome.ERROR, reason, sent=False)
     signal.alarm(seconds)  # ends the process even if something hangs
     deadline = time.monotonic() + seconds - 5  # which leaves time to report
@@ -2437,11 +2437,11 @@ def main(argv: Sequence[str]) -> int:
     arguments = parse_arguments(argv[1:])
     # No secret goes into a core dump. With a limit of 0 instead of 1, the kernel would
     # still pipe one to systemd-coredump. Source: do_coredump in fs/coredump.c.
-    with contextlib.suppress(ValueError):  # the limit is 0 already
+    with contextlib.suppress(ValueError):  # only root may raise a limit of 0
         resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
     threading.stack_size(512 << 10)  # bytes; musl's 128 KiB are too few for json
     if arguments.command in ("unlock", "check"):
-        # paramiko buffers packets of any size, even from a stranger.
+        # paramiko buffers packets of any size, even from an unverified server.
         with contextlib.suppress(ValueError):  # the limit is lower already
             resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
     warnings.simplefilter("ignore")  # paramiko uses what cryptography deprecates
@@ -2451,12 +2451,18 @@ def main(argv: Sequence[str]) -> int:
     try:
         values = (read_env_file(file) if file else {}) | ours
         if arguments.command in ("unlock", "state"):
-            machine = Machine(*parse_settings(len(Machine._fields), values, folder))
             if arguments.command == "state":
+                settings = parse_settings(4, values, folder)  # up to the ports
+                machine = Machine(*[*settings, "", Path(), ()])
                 print(json.dumps(check_ports(machine).members()))
                 return 0
-            result = unlock_once(machine, arguments.seconds)
-            print(json.dumps(result._asdict()), flush=True)
+            machine = Machine(*parse_settings(len(Machine._fields), values, folder))
+            try:
+                result = unlock_once(machine, arguments.seconds)
+                print(json.dumps(result._asdict()), flush=True)
+            except Exception as error:  # noqa: BLE001 - its text might quote a secret
+                log(describe_bug(error))
+                os._exit(os.EX_SOFTWARE)
             # Not sys.exit: paramiko's threads would take 15 s to end.
             os._exit(result.outcome not in SUCCESSES)
         config = read_config(values, folder)

@@ -582,7 +582,7 @@ BREAKS = (
     Break(
         7,
         "after a kill, `sent` is read to the end",
-        "                child.kill()  # what it has reported is still read\n",
+        "                child.kill()  # keep reading: it may have reported before it died\n",
         "                child.kill()\n                return reports\n",
         DAEMON + "hangs_or_dies",
     ),
@@ -1175,12 +1175,11 @@ def main(words: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         tester = Tester(Path(name))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = [
-                told for told in pool.map(tester.judge, [*unbroken, *rows]) if told
-            ]
-    for told in found:
-        print(told)
-    print(f"{len(rows)} breaks, {len(found)} survivors")
+            found = 0
+            for told in filter(None, pool.map(tester.judge, [*unbroken, *rows])):
+                print(told, flush=True)
+                found += 1
+    print(f"{len(rows)} breaks, {found} survivors")
     return bool(found)
 
 

@@ -244,8 +244,8 @@ def test_the_way_of_the_packet_is_told_and_none_is_sent(home: Home) -> None:
     far = f"{way}; {{}} is on another network, and routers stop broadcasts"
     far_server = far.format("{}", "{}", "the server 203.0.113.9")
     far_broadcast = far.format("{}", "{}", "WAKER_HOMELAB_BROADCAST")
-    no_broadcast = f"{way}; not a broadcast address of this network, and a sleeping"
-    no_broadcast += " server does not answer to its own"
+    no_broadcast = f"{way}; not this network's broadcast address, and a sleeping"
+    no_broadcast += " server does not answer at its own address"
     wan_broadcast = "198.51.100.255"
     elsewhere = f"{way}; but 192.168.77.20 is reached from {lan}; is"
     elsewhere += " WAKER_HOMELAB_BROADCAST right?"

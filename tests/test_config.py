@@ -67,7 +67,8 @@ MAC = f"must be {waker.MAC_FORM}"
 SUDO = "use sudo, or for the service, keep it in /etc/waker"
 PROXIES = f"must be {waker.PROXY_FORM}"
 KEYS = "must be a line such as ssh-ed25519 AAAA...; the whole key, not its fingerprint"
-DIGITS = "must be 8 to 128 characters, without a space at either end"
+PIN_FORM = "8 to 128 characters, without a space at either end"
+DIGITS = f"must be {PIN_FORM}"
 LISTEN = "must be ADDRESS:PORT such as 0.0.0.0:8080"
 
 
@@ -78,7 +79,7 @@ LISTEN = "must be ADDRESS:PORT such as 0.0.0.0:8080"
         (
             "WAKER_PIN",
             "",
-            f"is not set (only a line `WAKER_PIN=...` counts); it {DIGITS}",
+            f"is not set; add a line `WAKER_PIN=...` with {PIN_FORM}",
         ),
         ("WAKER_PIN", "2468101|2468101\udcff", DIGITS),
         ("WAKER_PIN", "x" * 129, DIGITS),
@@ -246,7 +247,7 @@ def test_without_any_setting_the_usual_file_is_read(tmp_path: Path) -> None:
     """In a mount namespace of its own, in which a folder of the test lies over /etc."""
     need_root()
     (tmp_path / "waker").mkdir()
-    (tmp_path / "waker/waker.env").write_text("WAKER_SSH_USER=two words\n")
+    (tmp_path / "waker/waker.env").write_text("WAKER_INITRD_SSH_PORT=two words\n")
     script = 'mount --bind "$0" /etc && "$@" state; WAKER_INITRD=systemd "$@" state'
     ended = subprocess.run(
         ["unshare", "--mount", "sh", "-c", script, str(tmp_path), *MODULE],
@@ -257,4 +258,4 @@ def test_without_any_setting_the_usual_file_is_read(tmp_path: Path) -> None:
         check=False,
     )
     told = [line.split()[0] for line in ended.stderr.splitlines()]
-    assert told == ["WAKER_HOMELAB_HOST", "WAKER_SSH_USER", "WAKER_HOMELAB_HOST"]
+    assert told == ["WAKER_HOMELAB_HOST", "WAKER_INITRD_SSH_PORT", "WAKER_HOMELAB_HOST"]

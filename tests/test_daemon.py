@@ -37,7 +37,7 @@ from conftest import (
     wait_for_child,
 )
 from cryptroot_unlock import Disks
-from homelab import Homelab
+from homelab import Homelab, new_key, public_line
 from ssh_servers import free_port, paramiko_server
 
 import waker
@@ -94,6 +94,7 @@ def test_an_unlock_finds_paramiko_where_the_daemon_finds_it(tmp_path: Path) -> N
 
 def test_state_and_unlock_read_only_what_they_need() -> None:
     settings = {"WAKER_HOMELAB_HOST": "127.0.0.1", "WAKER_SYSTEM_SSH_PORT": "1"}
+    settings["WAKER_SSH_HOST_KEY"] = public_line(new_key())  # and no key of our own
     ended = run_waker("state", settings=settings)
     assert (ended.returncode, json.loads(ended.stdout)["state"]) == (0, "booting")
     ended = run_waker("unlock", settings={"WAKER_INITRD_SSH_PORT": "x"}, given="p")
@@ -355,7 +356,7 @@ def test_unlock_by_hand_takes_utf8_in_any_locale(tmp_path: Path) -> None:
 
 # Under nohup, ^C would be ignored.
 PROMPT = 'exec setsid --ctty env --default-signal=INT "$@"'
-FORM = "a passphrase is 1 to 512 bytes of UTF-8, no control characters"
+FORM = "a passphrase is 1 to 512 bytes of UTF-8 without control characters"
 NOTHING = "no passphrase was typed"
 
 

@@ -36,7 +36,7 @@ GAVE_UP = (
 UNCONFIRMED = (
     "not_confirmed: Not confirmed: the passphrase was sent, but the initrd did"
 )
-OPEN = "already_open: no passphrase is needed: every disk is already open"
+OPEN = "already_open: no passphrase is needed: all disks seem to be open"
 UP = "up: no passphrase is needed: the system is already up"
 MISSING = "error: logged in, but there is no unlock command"
 ENDED = "not_asked: the unlock command ended without asking; try again. The pass"

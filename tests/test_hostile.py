@@ -257,7 +257,7 @@ CASES: dict[str, tuple[str, str, Runs, int, str, int]] = {
         *("systemd", PASSPHRASE),
         [(says("asks root"), reads, says("opened root")), (says("dead"),)],
         500,
-        r"Failed to unlock: the server stopped asking .*; unlocked: root\. .* was sent\.",
+        r"Failed to unlock: the server stopped .*; unlocked: root\. .* was sent\.",
         1,
     ),
     "asks for ever": (

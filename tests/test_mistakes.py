@@ -86,13 +86,13 @@ TLS = {"WAKER_TLS_CERT": "cert.pem", "WAKER_TLS_KEY": "key.pem"}
 HTTP_SAYS = "HTTP/1.0 400 Bad request"
 OWN_ADDRESS = "WAKER_HOMELAB_HOST must be the server's own IP address"
 GROUP = "WAKER_HOMELAB_MAC must be a MAC address.* not a group address"
-WHOLE_PATH = "must be the path of .*; write it whole, without ~"
-PIN_UNSET = r"WAKER_PIN is not set \(only a line `WAKER_PIN=\.\.\.` counts\)"
+WHOLE_PATH = "must be the path of .*; write the full path, without ~"
+PIN_UNSET = r"WAKER_PIN is not set; add a line `WAKER_PIN=\.\.\.` with 8 to 128"
 JOIN = "write NAME=value without `export`, or join it to the line above"
 KEYGEN = "ssh-keygen -t ed25519 -N '' -f {folder}/none"
 ALL_CAUSES = (
-    "WRONG .* refused waker's SSH key .* add it to the initrd's authorized_keys and rebuild the"
-    " initrd, or correct WAKER_SSH_USER, or install that user's shell"
+    "WRONG .* refused waker's SSH key .* add it to the initrd's authorized_keys and"
+    " rebuild the initrd, or correct WAKER_SSH_USER, or install that user's shell"
 )
 MISTAKES = {
     "own key as host key": Mistake(

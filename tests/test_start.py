@@ -122,14 +122,18 @@ def test_a_machine_that_falls_silent_is_not_said_to_have_slept(
         start(client.log_in(), "unlocking")
         lab._power_cut.set()  # noqa: SLF001 - `obey` waits for input
         ended = wait_until(client, "failed")
-    assert ended == f"not_awake: The server fell silent again. {NOT_SENT}"
+    assert ended == f"not_awake: The server stopped responding. {NOT_SENT}"
 
 
 @pytest.mark.parametrize(
     ("ports", "figures", "end"),
     [
         ({}, {}, f"not_awake: The server did not wake: check power, .* {NOT_SENT}"),
-        (AWAKE, {}, f"not_awake: The server woke, but the SSH port .* {NOT_SENT}"),
+        (
+            AWAKE,
+            {},
+            f"not_awake: The server woke, but its initrd.s SSH port .* {NOT_SENT}",
+        ),
         (NOWHERE, {}, f"not_awake: The server could not be checked; .* {NOT_SENT}"),
         # UDP's port 0 is no destination.
         ({}, {"packet_port": 0}, f"error: Failed to send WOL packet: .* {NOT_SENT}"),

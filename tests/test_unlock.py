@@ -74,7 +74,7 @@ def test_each_disk_that_asks_is_answered_once(tmp_path: Path, server: str) -> No
         for passphrase, told in (
             (ODD, f"{WRONG}home; unlocked: root."),
             (" ", "unlocked: Unlocked: home, data."),
-            ("x", "already_open: no passphrase is needed: every disk is already open."),
+            ("x", "already_open: no passphrase is needed: all disks seem to be open."),
         ):
             assert unlock(machine, passphrase).removesuffix(NOT_SENT) == told
         assert initrd.received() == [ODD.encode()] * 2 + [b" "] * 2
@@ -208,7 +208,7 @@ def test_a_passphrase_has_as_much_time_as_the_unlock(tmp_path: Path) -> None:
         time.sleep(SHORT - 2)
         assert b"Unlocked: d." in late.communicate(RIGHT)[0]
         assert never.stdout
-        told = f"no passphrase came within {SHORT} s. {NOT_SENT.strip()}"
+        told = f"no passphrase was entered within {SHORT} s. {NOT_SENT.strip()}"
         assert json.loads(never.stdout.read())["message"] == told
         assert never.wait() == 1
 

@@ -52,7 +52,7 @@ def test_two_ports_tell_the_state(
     [
         (f"{DROPBEAR}\r\nkey exchange of OpenSSH", LOCKED),
         (f"{OPENSSH}\r\nkey exchange of dropbear", waker.PortStates(CLOSED, OPEN)),
-        ("", NOTHING),
+        ("", waker.PortStates(CLOSED, CLOSED)),  # reachable, and SSH is not up yet
     ],
 )
 def test_a_shared_port_is_told_by_its_identification(

@@ -141,7 +141,7 @@ def test_it_is_a_service_of_a_booted_systemd(
 
     # It names what is not set, and each file that is not there.
     told = box.run("waker check 2>&1 || [ $? = 78 ]")
-    assert told.count(" is not set ") == 3
+    assert told.count(" is not set") == 3
     box.run("rm /etc/waker/waker.env")
     assert box.see_that_it_does_not_start() == [
         missing("waker.env", waker.SETTINGS_FILE)
