@@ -252,24 +252,27 @@ SUCCESSES: Final = ("unlocked", "already_open", "up")  # words of Outcome
 
 
 class Outcome(enum.Enum):
-    """The outcome of an unlock: a word for programs and a sentence for people."""
+    """The outcome of an unlock: a word for programs and a sentence for people.
 
-    UNLOCKED = "unlocked", "Unlocked: {}"
-    WRONG_PASSPHRASE = "wrong_passphrase", "Wrong passphrase for {}"
+    A detail may follow the sentence.
+    """
+
+    UNLOCKED = "unlocked", "Unlocked: "
+    WRONG_PASSPHRASE = "wrong_passphrase", "Wrong passphrase for "
     GAVE_UP = (
         "gave_up",
-        "the server stopped asking for the passphrase. Someone must restart it{}",
+        "the server stopped asking for the passphrase. Someone must restart it",
     )
-    ASKS = "not_confirmed", f"{SENT_BUT}a disk is still asking{{}}"
-    ONE_MORE = "not_confirmed", f"{SENT_BUT}another disk is asking; unlock again{{}}"
-    NOT_CONFIRMED = "not_confirmed", f"{SENT_BUT}{{}}"
+    ASKS = "not_confirmed", f"{SENT_BUT}a disk is still asking"
+    ONE_MORE = "not_confirmed", f"{SENT_BUT}another disk is asking; unlock again"
+    NOT_CONFIRMED = "not_confirmed", SENT_BUT
     # Before the passphrase was sent:
     ALL_OPEN = "already_open", "no passphrase is needed: all disks seem to be open"
     BOOTED = "up", "no passphrase is needed: the system is already up"
-    OTHER_HOST_KEY = "host_key_differs", "the host key differs: {}"
-    KEY_REFUSED = "key_refused", "the server refused waker's SSH key {}"
-    UNREACHABLE = "not_asked", "port {}"
-    BROKEN_OFF = "not_asked", "the SSH server hung up or stopped responding during {}"
+    OTHER_HOST_KEY = "host_key_differs", "the host key differs: "
+    KEY_REFUSED = "key_refused", "the server refused waker's SSH key "
+    UNREACHABLE = "not_asked", "port "
+    BROKEN_OFF = "not_asked", "the SSH server hung up or stopped responding during "
     TOO_EARLY = "not_asked", "the initrd is not ready yet; try again in a few seconds"
     IDLE = "not_asked", "no disk is asking yet: too early, or already unlocked"
     LOST = "not_asked", "the connection was lost before a disk asked; try again"
@@ -280,7 +283,7 @@ class Outcome(enum.Enum):
     REFUSED = "error", "logged in, but the server refuses to run the unlock command"
     OTHER_PROMPT = "error", "a prompt is not for a disk; answer it at the console"
     NO_MEMORY = "error", "out of memory while talking to the SSH server"
-    ERROR = "error", "{}"
+    ERROR = "error", ""
 
 
 class Result(NamedTuple):
@@ -294,7 +297,7 @@ class Result(NamedTuple):
     def of(cls, outcome: Outcome, detail: str = "", *, sent: bool) -> "Result":
         """Build the message; add whether it was sent unless the words imply it."""
         word, sentence = outcome.value
-        message = f"{sentence.format(detail)}."
+        message = f"{sentence}{detail}."
         if word not in ("unlocked", "not_confirmed", "wrong_passphrase"):
             message += " The passphrase was sent." if sent else f" {UNSENT}"
         return cls(word, sent, message)
@@ -304,7 +307,7 @@ class NotSent(Exception):
     """Why an unlock ends before the passphrase is sent."""
 
     def __init__(self, outcome: Outcome, detail: str = "") -> None:
-        super().__init__(outcome.value[1].format(detail))
+        super().__init__(outcome.value[1] + detail)
         self.result = Result.of(outcome, detail, sent=False)
 
 
@@ -1306,9 +1309,9 @@ class Ended(Exception):
 class Start:
     """One start, as the status shows it. The lock of Starter guards it."""
 
-    def __init__(self, began: float, ended: float = math.inf) -> None:
+    def __init__(self, began: float) -> None:
         self.began = began  # monotonic seconds, as are the next two
-        self.ended = ended
+        self.ended = math.inf  # while it runs
         self.packet_due = -math.inf  # the next magic packet
         self.phase = Phase.WAKING
         self.outcome: str | None = None  # until something is known
@@ -1330,14 +1333,14 @@ class Starter:
         self._watcher = watcher
         self._unlocker = unlocker
         self._lock = threading.RLock()
-        self._last = Start(-math.inf, -math.inf)  # a placeholder, too old to be shown
+        self._last: Start | None = None  # running, or shown until it is forgotten
 
     def _report(
         self, start: Start, phase: Phase, outcome: str | None, text: str
     ) -> None:
         """Show a phase and a message, unless the start has ended or was replaced."""
         with self._lock:
-            if start.ended < math.inf:
+            if start.phase in ENDINGS:
                 return
             was_claiming = start.phase in CLAIMING
             is_news = (phase, text) != (start.phase, start.message)
@@ -1458,7 +1461,7 @@ class Starter:
         """End a watch that a new start or unlock replaces; keep what it showed."""
         with self._lock:
             start = self._last
-            if start.phase is Phase.BOOTING:
+            if start and start.phase is Phase.BOOTING:
                 self._report(start, Phase.CANCELLED, start.outcome, start.message)
                 start.cancelled.set()
 
@@ -1482,7 +1485,7 @@ class Starter:
     def cancel(self) -> None:
         """Cancel the running start. Raises: Fault 409 if no start is running."""
         with self._lock:
-            if self._last.ended < math.inf:
+            if not self._last or self._last.phase in ENDINGS:
                 raise Fault(409, "No start is running")
             self._last.cancelled.set()
 
@@ -1490,11 +1493,13 @@ class Starter:
         """Return the last start for the status, or None if there is none to show."""
         with self._lock:
             start = self._last
+            if not start:
+                return None
             # Keep a host key alarm: an impostor could clear it by opening the port.
             stays = start.phase is Phase.DONE or start.outcome == "host_key_differs"
-            if start.phase in ENDINGS and ports.system is PortState.OPEN and not stays:
-                start.ended = -math.inf  # forget it
-            if start.ended + SHOWN_SECONDS < now:
+            is_over = start.phase in ENDINGS and ports.system is PortState.OPEN
+            if (is_over and not stays) or start.ended + SHOWN_SECONDS < now:
+                self._last = None
                 return None
             return {
                 "phase": start.phase.value,
@@ -1907,6 +1912,15 @@ def explain_listening(error: OSError, where: Address) -> str:
     return os.strerror(error.errno or 0)
 
 
+class State(enum.Enum):
+    """What a connection's thread is doing."""
+
+    BUSY = "working, or reading what has arrived"
+    READING = "waiting for the client to send"
+    WRITING = "waiting for the client to take the answer, or to close"
+    DROPPED = "about to end, to make room"
+
+
 class Connection:
     """A client's connection: its state, and reading and writing with one deadline."""
 
@@ -1915,26 +1929,24 @@ class Connection:
         self._tcp = tcp
         self._deadline = time.monotonic() + CLIENT_SECONDS
         self.group = group  # connections of one group are counted together
-        self.waiting = False  # waiting for the client: may be dropped to make room
-        self.dropped = False  # its thread is about to end
-        self.answering = False  # its request is complete
+        self.state = State.BUSY
 
-    def mark(self, *, waiting: bool) -> None:
+    def mark(self, state: State) -> None:
         """Set the state. Raises: ConnectionAbortedError if it was dropped before."""
         with self._server.lock:
-            if self.dropped:
+            if self.state is State.DROPPED:
                 raise ConnectionAbortedError
-            self.waiting = waiting
+            self.state = state
             self._server.lock.notify()
 
     def drop(self) -> None:
         """Shut it down to make room; its thread will notice and end."""
-        self.dropped = True
+        self.state = State.DROPPED
         with contextlib.suppress(OSError):  # SSLSocket's own would go on in plain text
             socket.socket.shutdown(self._tcp, socket.SHUT_RDWR)
 
-    def _transfer(self, action: Callable[[], Any]) -> Any:
-        """Receive or send, at once or while marked as waiting. Raises: OSError."""
+    def _transfer(self, action: Callable[[], Any], waiting: State) -> Any:
+        """Receive or send; have a state while it must wait. Raises: OSError."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
@@ -1945,23 +1957,23 @@ class Connection:
             if error.errno not in (errno.EAGAIN, 2, 3):  # SSL_ERROR_WANT_READ, _WRITE
                 raise
         # Mark it only after a read found nothing: a complete request is never dropped.
-        self.mark(waiting=True)
+        self.mark(waiting)
         self._tcp.settimeout(left)
         result = action()
-        self.mark(waiting=False)
+        self.mark(State.BUSY)
         return result
 
     def receive(self) -> bytes:
         """Return what arrives next; nothing at the end. Raises: OSError."""
-        return bytes(self._transfer(lambda: self._tcp.recv(4096)))
+        return bytes(self._transfer(lambda: self._tcp.recv(4096), State.READING))
 
     def send_all(self, data: bytes) -> None:
         """Send the whole answer within CLIENT_SECONDS. Raises: OSError."""
         self._deadline = time.monotonic() + CLIENT_SECONDS
-        self.answering = True
         while data:
-            data = data[self._transfer(functools.partial(self._tcp.send, data)) :]
-        self.mark(waiting=True)  # for the client to close
+            send = functools.partial(self._tcp.send, data)
+            data = data[self._transfer(send, State.WRITING) :]
+        self.mark(State.WRITING)  # until the client closes
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -2015,7 +2027,7 @@ class Handler(BaseHTTPRequestHandler):
                 received = fault
             except TimeoutError:
                 received = Fault(408, f"The request took over {CLIENT_SECONDS} s")
-            connection.mark(waiting=False)
+            connection.mark(State.BUSY)
             response = respond(app, received, peer)
             is_head = isinstance(received, Request) and received.method == "HEAD"
             connection.send_all(self.render(response, with_body=not is_head))
@@ -2054,10 +2066,11 @@ class Server(ThreadingHTTPServer):
 
     def _make_room(self) -> None:
         """Drop a random waiting connection of the client that has the most."""
-        if any(each.dropped for each in self.connections.values()):
+        waiting = {t: e for t, e in self.connections.items() if e.state != State.BUSY}
+        states = {tcp: each.state for tcp, each in waiting.items()}
+        if State.DROPPED in states.values():
             return  # a place is about to become free
-        waiting = {tcp: each for tcp, each in self.connections.items() if each.waiting}
-        reading = [tcp for tcp, each in waiting.items() if not each.answering]
+        reading = [tcp for tcp, state in states.items() if state is State.READING]
         for tcp in select.select(reading, [], [], 0)[0]:
             del waiting[tcp]  # its thread is about to read something
         counts = Counter(each.group for each in self.connections.values())
@@ -2095,7 +2108,8 @@ class Server(ThreadingHTTPServer):
         self.shutdown()
         with self.lock:
             for tcp, connection in self.connections.items():
-                connection.dropped |= connection.waiting and not connection.answering
+                if connection.state is State.READING:
+                    connection.state = State.DROPPED
                 with contextlib.suppress(OSError):  # stop reading, keep writing
                     socket.socket.shutdown(tcp, socket.SHUT_RD)
             while self.connections:

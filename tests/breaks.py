@@ -141,7 +141,7 @@ BREAKS = (
         "a PIN of 128 characters is accepted",
         "if not 8 <= len(text) <= 128",
         "if not 8 <= len(text) <= 127",
-        CONFIG + "right_value",
+        CONFIG + "up_to_128",
     ),
     Break(
         4,
@@ -333,7 +333,7 @@ BREAKS = (
         "a body that is no JSON is refused by its type",
         '        raise Fault(415, "Content-Type must be application/json")\n',
         "        pass\n",
-        HTTP + "bad_request",
+        API + "has_no_pin",
     ),
     Break(
         5,
@@ -454,7 +454,7 @@ BREAKS = (
         "what is not confirmed does not say that it failed",
         'raise Fault(500, f"{result.message[:-1]}; watch GET /api/status")',
         'raise Fault(500, f"Failed to unlock: {result.message[:-1]}")',
-        HOSTILE + "another_disk_opens",
+        HOSTILE + "advance",
     ),
     Break(
         5,
@@ -480,8 +480,8 @@ BREAKS = (
     Break(
         5,
         "a failed start is forgotten once the machine is up",
-        "                start.ended = -math.inf  # forget it\n",
-        "                pass\n",
+        "            if (is_over and not stays) or start.ended",
+        "            if start.ended",
         START + "forgotten",
     ),
     Break(
@@ -577,14 +577,7 @@ BREAKS = (
         "a cancelled unlock writes no passphrase",
         "                if not cancelled.is_set():\n                    stdin",
         "                if not sent.is_set():\n                    stdin",
-        START + "before_the_process",
-    ),
-    Break(
-        7,
-        "after a kill, `sent` is read to the end",
-        "                child.kill()  # keep reading: it may have reported before it died\n",
-        "                child.kill()\n                return reports\n",
-        DAEMON + "hangs_or_dies",
+        DAEMON + "given_no_passphrase",
     ),
     Break(
         7,
@@ -594,13 +587,6 @@ BREAKS = (
         'reason = f"the unlocking process cannot start: {error.strerror}"\n'
         "            return Result.of(Outcome.ERROR, reason, sent=True)",
         DAEMON + "cannot_start",
-    ),
-    Break(
-        7,
-        "nothing weak is offered: key exchange",
-        '[name for name in options.kex if "sha1" not in name]',
-        "[*options.kex]",
-        UNLOCK + "weak",
     ),
     Break(
         7,
@@ -621,7 +607,7 @@ BREAKS = (
         "the pinned key type is preferred",
         "sorted(strong, key=lambda name: not name.startswith(pinned))",
         "strong",
-        UNLOCK + "each_disk",
+        UNLOCK + "pinned_type",
     ),
     Break(
         7,
@@ -685,21 +671,21 @@ BREAKS = (
         "`opened X` counts only if X was answered",
         "while event is Outcome.UNLOCKED and not set(named) & set(disks):",
         "while event is Outcome.UNLOCKED and not named:",
-        HOSTILE + "another_disk",
+        HOSTILE + "'another and disk'",
     ),
     Break(
         7,
         "a disk that was opened is not answered later",
         "            self._answered.update(named)\n",
         "",
-        HOSTILE + "reported_as_open",
+        HOSTILE + "'reported and open'",
     ),
     Break(
         7,
         "a 17th disk is not answered",
         "MAX_DISKS: Final = 16",
         "MAX_DISKS: Final = 17",
-        HOSTILE + "for_ever",
+        HOSTILE + "ever",
     ),
     Break(
         7,
@@ -713,7 +699,7 @@ BREAKS = (
         "a disk on which systemd gave up is no success",
         '                if why.result.outcome == "gave_up":  # on another disk\n',
         '                if why.result.outcome == "none":\n',
-        HOSTILE + "gives_up",
+        HOSTILE + "gives",
     ),
     Break(
         7,
@@ -734,7 +720,7 @@ BREAKS = (
         "a reported name has at most 200 characters",
         "disk[:200] for disk in shown",
         "disk[:500] for disk in shown",
-        HOSTILE + "60_KB",
+        HOSTILE + "KB",
     ),
     Break(
         7,
@@ -784,7 +770,7 @@ BREAKS = (
         "a pause between two tries",
         "            self._pause(start, self._config.retry_seconds)\n",
         "",
-        START + "early_initrd",
+        START + "not_asked_again",
     ),
     Break(
         8,
@@ -812,7 +798,7 @@ BREAKS = (
         "doubt only while the initrd runs",
         "            if not confirmed and is_late and ports.initrd is PortState.OPEN:\n",
         "            if not confirmed and is_late:\n",
-        START + "doubted or cancelled_watch",
+        START + "has_ended",
     ),
     Break(
         8,
@@ -926,7 +912,7 @@ BREAKS = (
         9,
         "a repeated Content-Length or Host is refused",
         "        if name in fields and name in ONCE:\n",
-        '        if name in fields and name == "authorization":\n',
+        '        if name in fields and name == "date":\n',
         HTTP + "bad_request",
     ),
     Break(
@@ -976,7 +962,7 @@ BREAKS = (
         "a client has 2 s to close",
         "DRAIN_SECONDS: Final = 2 ",
         "DRAIN_SECONDS: Final = 8 ",
-        HTTP + "two_seconds",
+        FIGURES,
     ),
     Break(
         9,
@@ -1024,14 +1010,14 @@ BREAKS = (
     Break(
         9,
         "a request that runs makes no room",
-        "            connection.mark(waiting=False)\n            response",
-        "            connection.mark(waiting=True)\n            response",
+        "            connection.mark(State.BUSY)\n            response",
+        "            connection.mark(State.WRITING)\n            response",
         HTTP + "unlock_stays or arrived",
     ),
     Break(
         9,
         "a closed connection is marked",
-        "        self.dropped = True\n",
+        "        self.state = State.DROPPED\n",
         "        pass\n",
         HTTP + "150 or arrived or busiest",
     ),
@@ -1053,7 +1039,9 @@ BREAKS = (
     Break(
         9,
         "TLS has one curve",
-        '    context.set_ecdh_curve("prime256v1")\n',
+        '    context.set_ecdh_curve("prime256v1")\n'
+        "    with contextlib.suppress(ssl.SSLError):  # Python 3.11.2, as in Debian 12, fails\n"
+        '        context.set_ecdh_curve("X25519")\n',
         "",
         HTTP + "ffdhe",
     ),

@@ -71,9 +71,11 @@ def need_root() -> None:
         pytest.skip("no namespaces can be made here")
 
 
-def wait_for(look: Callable[[], T], right: Callable[[T], object] = bool) -> T:
+def wait_for(
+    look: Callable[[], T], right: Callable[[T], object] = bool, seconds: float = 50
+) -> T:
     """Look until what is seen is right; returns it."""
-    deadline = time.monotonic() + 180  # a guest shares its processor with others
+    deadline = time.monotonic() + seconds
     while not right(seen := look()):
         assert time.monotonic() < deadline, seen
         time.sleep(0.05)  # or this would take the processor from what it waits for

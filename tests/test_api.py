@@ -170,6 +170,7 @@ def test_without_a_token_nothing_is_done(
         answer = owner.call(*row, body, fields)
         assert (answer.status, answer.error) == (401, "Invalid or expired token")
         assert answer.headers["WWW-Authenticate"] == "Bearer"
+    assert owner.call(*row, b"x" * 20_000).status == 401  # a body is looked at later
     assert lab.packets == []
     fields = {"Authorization": f"bEARER {token}"}
     assert owner.call(*row, headers=fields).status != 401
@@ -224,7 +225,12 @@ def test_the_page_needs_no_token_and_allows_only_its_own_code(api: Client) -> No
         digests = [base64.b64encode(waker.sha256(code)).decode() for code in codes]
         allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
         assert f" {tag.decode()}-src {allowed};" in policy
-    for part in ("default-src 'none'", "frame-ancestors 'none'", "base-uri 'none'"):
+    for part in (
+        "default-src 'none'",
+        "frame-ancestors 'none'",
+        "base-uri 'none'",
+        "require-trusted-types-for 'script'",
+    ):
         assert part in policy
     assert "unsafe" not in policy
     assert not re.search(rb"\son\w+=|\sstyle=|innerHTML|javascript:", page.body)
@@ -244,6 +250,7 @@ def test_an_answer_is_private_and_head_is_get_without_the_body(owner: Client) ->
         assert fields["Cache-Control"] == "no-store"
         assert fields["X-Content-Type-Options"] == "nosniff"
         assert fields["Referrer-Policy"] == "no-referrer"
+        assert fields["Cross-Origin-Resource-Policy"] == "same-origin"
         assert fields["Connection"] == "close"
         assert not {"Server", "Access-Control-Allow-Origin"} & fields.keys()
         told = email.utils.parsedate_to_datetime(fields["Date"])

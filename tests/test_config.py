@@ -151,6 +151,10 @@ def test_a_private_key_of_no_use_is_told_with_the_remedy(
     assert faults(good, tmp_path) == [f"WAKER_SSH_KEY {path} {told.format(path)}"]
 
 
+def test_a_pin_has_up_to_128_characters() -> None:
+    assert waker.Pin("x" * 128).matches("x" * 128)
+
+
 IPV6 = {"WAKER_HOMELAB_HOST": "2001:db8::1"}
 SYSTEMD = {"WAKER_INITRD": "systemd", "WAKER_INITRD_SSH_PORT": "22"}
 ONE_PORT = "WAKER_INITRD_SSH_PORT must differ from WAKER_SYSTEM_SSH_PORT for systemd"

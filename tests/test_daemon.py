@@ -192,6 +192,45 @@ def test_a_box_that_stalls_loses_no_passphrase(
     assert result == waker.Result("unlocked", sent=True, message=PASSPHRASE)
 
 
+@pytest.mark.parametrize(
+    ("printed", "outcome"),
+    [
+        ("", "error"),
+        ("hello", "error"),
+        ('{"sent": true}', "not_confirmed"),
+        ('{"sent": true}\nhello', "not_confirmed"),
+        ('{"sent": true}\n{"outcome": "unlocked"}', "not_confirmed"),
+    ],
+)
+def test_what_is_no_result_is_not_believed(
+    config: waker.Config, tmp_path: Path, printed: str, outcome: str
+) -> None:
+    program = tmp_path / "child.py"
+    program.write_text(f"print({printed!r})\n")
+    unlocker = waker.Unlocker(config, program, os.environ)
+    events = threading.Event(), threading.Event()
+    result = unlocker.run(waker.Passphrase(PASSPHRASE), *events)
+    assert (result.outcome, result.sent) == (outcome, "sent" in printed)
+    assert "ended with status 0; see waker's log" in result.message
+
+
+def test_a_cancelled_unlock_is_given_no_passphrase(
+    config: waker.Config, tmp_path: Path
+) -> None:
+    given = tmp_path / "given"
+    program = tmp_path / "child.py"
+    program.write_text(
+        "import pathlib, sys\n"
+        "given = sys.stdin.read()\n"
+        f"pathlib.Path({str(given)!r}).write_text(given)\n"
+    )
+    cancelled = threading.Event()
+    cancelled.set()
+    unlocker = waker.Unlocker(config, program, os.environ)
+    unlocker.run(waker.Passphrase(PASSPHRASE), cancelled, threading.Event())
+    assert not given.exists() or given.read_text() == ""  # it may have been killed
+
+
 def test_sigterm_lets_a_running_unlock_finish(tmp_path: Path) -> None:
     with paramiko_server(tmp_path, Disks(ONE, slow=2)) as initrd:
         with daemon(initrd.machine().settings() | MAC) as started:

@@ -274,7 +274,7 @@ def test_neither_a_request_that_has_arrived_nor_its_answer_makes_room(
             sending = pool.submit(connection.send_all, b"answer")
             assert theirs.recv(99) == b"answer"
         sending.result()
-        assert connection.waiting
+        assert connection.state is waker.State.WRITING
 
 
 def test_a_request_that_arrives_at_the_last_moment_makes_no_room(
@@ -287,13 +287,14 @@ def test_a_request_that_arrives_at_the_last_moment_makes_no_room(
         server = waker.Server(new_app(config), listener)
         connection = waker.Connection(server, ours, "192.0.2.1")
         server.connections[ours] = connection
-        connection.mark(waiting=True)
+        connection.mark(waker.State.READING)
         theirs.sendall(b"request")
         server._make_room()  # noqa: SLF001 - the moment is too short to be met
-        assert not connection.dropped
+        states = [connection.state]
         ours.recv(99)
         server._make_room()  # noqa: SLF001
-        assert connection.dropped
+        states.append(connection.state)
+        assert states == [waker.State.READING, waker.State.DROPPED]
 
 
 def test_150_connections_have_64_threads_and_wait_for_descriptors() -> None:

@@ -200,6 +200,15 @@ def test_a_later_packet_that_fails_does_not_end_the_start(
     wait_for(lambda: message().startswith("Cancelled"))
 
 
+def test_an_early_initrd_is_not_asked_again_at_once(tmp_path: Path) -> None:
+    with starting(tmp_path, Disks(ONE, early=True), retry_seconds=60) as (client, lab):
+        wait_for(lambda: "not ready yet" in told(client)["message"])
+        Disks(ONE).save(lab.state)
+        time.sleep(3)  # seconds, in which it could try again and again
+        assert lab.received() == []
+        assert cancel(client) == f"cancelled: Cancelled. {NOT_SENT}"
+
+
 def test_an_early_initrd_is_asked_again(tmp_path: Path) -> None:
     with starting(tmp_path, Disks(ONE, early=True)) as (client, initrd):
         wait_for(lambda: "not ready yet" in told(client)["message"])
@@ -297,6 +306,13 @@ def test_what_was_not_confirmed_is_doubted_while_the_initrd_runs(
             up, reported = wait_until(client, "done").split(". ", 1)
     assert up == "up: The system is up"
     assert reported in LOST
+
+
+def test_nothing_is_doubted_once_the_initrd_has_ended(tmp_path: Path) -> None:
+    disks = Disks({"d": "another"}, dies="for good")
+    with starting(tmp_path, disks, doubt_seconds=0, start_seconds=4) as (client, _):
+        reported = LOST.removeprefix("not_confirmed: ")
+        assert wait_until(client, "failed") == f"not_up: {reported} {SLOW}"
 
 
 def test_a_cancelled_watch_keeps_what_the_unlock_reported(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The unlock against real SSH servers: every outcome told as what was seen."""
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -24,6 +25,12 @@ from conftest import (
     run_waker,
     wait_for,
 )
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+)
 from cryptroot_unlock import Disks
 from homelab import OPENSSH, SshServer, bind, new_key, public_line
 from paramiko.common import AUTH_SUCCESSFUL, OPEN_SUCCEEDED
@@ -34,6 +41,13 @@ import waker
 ODD = "-n '$(id)` a\\tb\\0 " + "é" * 244 + "xy \u00a0 "  # 512 bytes
 RSA = waker.HostKey("ssh-rsa", b"\0\0\0\7ssh-rsa\0\0\0\1x")  # nobody has this key
 HOST_KEY, OTHER_KEY = new_key(), new_key()
+ED25519 = paramiko.Ed25519Key.from_private_key(
+    io.StringIO(
+        Ed25519PrivateKey.generate()
+        .private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+        .decode()
+    )
+)
 (OTHER,) = waker.HostKey.parse_all(public_line(OTHER_KEY))
 RIGHT = PASSPHRASE.encode()
 ONE = {"d": PASSPHRASE}
@@ -327,6 +341,23 @@ def test_an_impostor_hears_nothing_at_all(tmp_path: Path) -> None:
         message = unlock(machine_at(tmp_path, port, pinned))
     assert "the server refuses to run the unlock command" in message
     assert server.heard == ["root"]
+
+
+def test_the_pinned_type_of_host_key_is_asked_for(tmp_path: Path) -> None:
+    """The server has a key of each type, and paramiko would prefer the other one."""
+
+    def serve(connection: socket.socket) -> None:
+        transport = paramiko.Transport(connection)
+        for key in (HOST_KEY, ED25519):
+            transport.add_server_key(key)
+        with contextlib.suppress(paramiko.SSHException, EOFError):
+            transport.start_server(server=paramiko.ServerInterface())
+        transport.join(20)
+
+    with peer(serve) as port:
+        for key in (HOST_KEY, ED25519):
+            told = unlock(machine_at(tmp_path, port, key))
+            assert told.startswith("key_refused: ")  # so the host key was right
 
 
 def test_nothing_weak_is_offered(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from conftest import Answer, Client, daemon, need, wait_for
 from guests import BUILD, ROUTER, Guest, ready
 from namespaces import IFF_TAP, Namespace, hosts
 
+PATIENCE = 180  # seconds: a guest shares its processor with others
 MAC = "52:54:00:12:34:56"
 MAGIC = b"\xff" * 6 + bytes.fromhex(MAC.replace(":", "")) * 16
 
@@ -98,7 +99,9 @@ class Computer:
 
     def wait_for(self, text: str, count: int = 1) -> None:
         """Wait until the console has shown a text that many times."""
-        wait_for(lambda: self.console, lambda shown: shown.count(text) >= count)
+        wait_for(
+            lambda: self.console, lambda shown: shown.count(text) >= count, PATIENCE
+        )
 
 
 @contextlib.contextmanager
@@ -130,7 +133,7 @@ class Owner:
 
     def wait_for(self, state: str) -> None:
         """Wait until the machine is in that state."""
-        wait_for(self.status, lambda status: status["state"] == state)
+        wait_for(self.status, lambda status: status["state"] == state, PATIENCE)
 
     def start(
         self,
@@ -151,7 +154,7 @@ class Owner:
             ended = start["phase"] in ("done", "failed")
             return ended or start["message"].endswith(last)
 
-        return wait_for(self.status, has_ended)["start"]
+        return wait_for(self.status, has_ended, PATIENCE)["start"]
 
     def unlock(self, passphrase: str) -> tuple[int, str]:
         """Returns the status, and the message or the error."""

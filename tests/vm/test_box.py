@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from certificate import new_certificate
-from computer import Computer, Owner, computer_of
+from computer import PATIENCE, Computer, Owner, computer_of
 from conftest import PASSPHRASE, PIN, Client, daemon, make, need, wait_for
 from cryptroot_unlock import Disks
 from guests import ADDRESS, BOXES, BUILD, PACKAGES, ROUTER, SSH_KEY, ready
@@ -61,7 +61,7 @@ class Box:
 
     def wait(self, command: str) -> None:
         """Wait until a command succeeds."""
-        wait_for(lambda: self.ssh(command), lambda done: done.returncode == 0)
+        wait_for(lambda: self.ssh(command), lambda done: done.returncode == 0, PATIENCE)
 
     def write(self, path: str, content: str) -> None:
         self.run(f"cat > {path} && chmod 600 {path}", content.encode())
