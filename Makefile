@@ -18,6 +18,7 @@ $(if $(filter /%,$(PREFIX)),,$(error PREFIX must begin with /))
 DESTDIR ?=
 UNITS := $(PREFIX)/lib/systemd/system
 CONFIG := $(DESTDIR)/etc/waker
+KEY := $(CONFIG)/ssh_key
 EXAMPLES ?= 200
 SEED ?= 1
 
@@ -44,6 +45,18 @@ install: install-$(INIT) ## the service; INIT=systemd or procd, PREFIX=, DESTDIR
 	test -e "$(CONFIG)" || install -d -m 700 "$(CONFIG)"
 	test -e "$(CONFIG)/waker.env" -o -L "$(CONFIG)/waker.env" || \
 		install -m 600 waker.env.example "$(CONFIG)/waker.env"
+# With DESTDIR it is a package, and all who install that would have the same key.
+ifeq ($(DESTDIR),)
+	@if test -e "$(KEY)" -o -L "$(KEY)"; then \
+		echo; echo "Installed. If waker is running, restart it."; \
+	else \
+		ssh-keygen -q -t ed25519 -N "" -C waker -f "$(KEY)" || exit; \
+		echo; echo "Installed. Your server needs this public key:"; \
+		echo; sed "s/^/    /" "$(KEY).pub"; \
+		echo; echo "Next: prepare the server (see README.md), fill in"; \
+		echo "$(CONFIG)/waker.env, and run: sudo waker check"; \
+	fi
+endif
 
 install-program: dist/waker
 	install -d "$(DESTDIR)$(PREFIX)/bin"
@@ -59,10 +72,15 @@ install-procd: install-program
 	sed 's|/usr/bin|$(PREFIX)/bin|' waker.init > dist/waker.init
 	install -m 755 dist/waker.init "$(DESTDIR)/etc/init.d/waker"
 
-uninstall: ## remove the service, but not its settings and keys
+uninstall: ## remove the service, but not its settings and keys; PREFIX=, DESTDIR=
 	rm -f "$(DESTDIR)$(PREFIX)/bin/waker" "$(DESTDIR)$(UNITS)/waker.service" \
 		"$(DESTDIR)/etc/init.d/waker"
-	@echo "$(CONFIG) is left; it has your settings and keys."
+	@for prefix in /usr/local /usr; do \
+		! test -e "$(DESTDIR)$$prefix/bin/waker" || \
+		echo "$(DESTDIR)$$prefix/bin/waker is still there. To remove it:" \
+			"make uninstall PREFIX=$$prefix"; \
+	done
+	@echo "Your settings and keys are still in $(CONFIG)."
 
 test: $(VENV)/done ## all tests, or T=tests/test_wake.py, or T='-k broadcast'
 ifdef T

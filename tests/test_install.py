@@ -10,7 +10,7 @@ from pathlib import Path
 
 import homelab
 import pytest
-from conftest import CHECKOUT, Client, daemon, make, need, wait_for
+from conftest import CHECKOUT, Client, daemon, make, need, need_root, wait_for
 
 import waker
 
@@ -74,10 +74,41 @@ def test_each_file_has_its_conventional_place_and_the_settings_are_never_touched
     settings.unlink()
     settings.symlink_to("../unmounted/waker.env")
     make(tmp_path, "install", *to)
+    told = make(tmp_path, "uninstall", "DESTDIR=root", "PREFIX=/opt").stdout
+    prefix = program.removesuffix("/bin/waker")
+    assert f"To remove it: make uninstall PREFIX=/{prefix}\n" in told
     told = make(tmp_path, "uninstall", *to).stdout
-    assert told == "root/etc/waker is left; it has your settings and keys.\n"
+    assert told == "Your settings and keys are still in root/etc/waker.\n"
     assert [path for path in root.rglob("*") if not path.is_dir()] == [settings]
     assert settings.is_symlink()
+
+
+def test_the_key_is_made_once_and_shown_with_the_next_step(tmp_path: Path) -> None:
+    """In a mount namespace, where /etc and /usr/local are the test's own."""
+    need_root()
+    need("ssh-keygen")
+    make(tmp_path, "dist")
+    etc = tmp_path / "etc"
+    etc.mkdir()
+    layers = f"lowerdir=/etc,upperdir={etc}/upper,workdir={etc}/work"
+    install = f"make --silent -C {tmp_path} install INIT=systemd; echo ---"
+    script = f"""
+        mount -t tmpfs none {etc}; mkdir {etc}/upper {etc}/work
+        mount -t overlay none /etc -o {layers}; rm -rf /etc/waker
+        mount -t tmpfs none /usr/local
+        {install}
+        ssh-keygen -y -P '' -f /etc/waker/ssh_key; stat -c %a /etc/waker/ssh_key
+        echo ---
+        {install}
+        waker --version | grep -q waker; ssh-keygen -y -P '' -f /etc/waker/ssh_key"""
+    enter = [need("unshare"), "--mount", "sh", "-ec", script]
+    told, made, again, same = subprocess.check_output(enter, text=True).split("---\n")
+    key, mode = made.splitlines()
+    assert mode == "600"
+    assert f"\n    {key}\n" in told
+    assert told.endswith("/etc/waker/waker.env, and run: sudo waker check\n")
+    assert key not in again
+    assert same.strip() == key
 
 
 @pytest.mark.parametrize(
