@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -115,6 +116,14 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
             shutil.copy(path, folder)
     command = [need("make"), "--silent", "-C", str(folder), *arguments]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+
+
+def blocks(page: str, start: str) -> list[str]:
+    """Return the commands and files in the section of a page that begins so."""
+    text = CHECKOUT.joinpath(page).read_text()
+    text = text[text.index(start) :].split("\n## ", 1)[0]
+    found = re.findall(r"(?m)(?:^ {4}.*\n|^\n(?= {4}))+", text)
+    return [re.sub(r"(?m)^ {4}", "", block).strip("\n") + "\n" for block in found]
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import CHECKOUT, MACHINE, PASSPHRASE, PIN, Client, daemon, need
+from conftest import CHECKOUT, MACHINE, PASSPHRASE, PIN, Client, blocks, daemon, need
 from homelab import Homelab
 
 import waker
@@ -18,14 +18,7 @@ import waker
 FILES = [CHECKOUT / "README.md", *CHECKOUT.glob("docs/*.md")]
 PAGES = {path: path.read_text() for path in FILES}
 README, API = PAGES[FILES[0]], PAGES[CHECKOUT / "docs/api.md"]
-INTEGRATIONS = PAGES[CHECKOUT / "docs/integrations.md"]
-
-
-def blocks(page: str, start: str) -> list[str]:
-    """Take the indented blocks out of what begins with these words."""
-    text = page[page.index(start) :].split("\n## ", 1)[0]
-    found = re.findall(r"(?m)(?:^ {4}.*\n|^\n(?= {4}))+", text)
-    return [re.sub(r"(?m)^ {4}", "", block).strip("\n") + "\n" for block in found]
+INTEGRATIONS = "docs/integrations.md"
 
 
 def test_each_link_leads_somewhere() -> None:
@@ -58,7 +51,7 @@ def test_the_table_and_the_example_show_each_default(tmp_path: Path) -> None:
 
 def test_the_settings_of_the_quick_start_are_right(lab: Homelab) -> None:
     file = lab.state.with_name("waker.env")
-    lines = blocks(README, "**4. Box")[0]
+    lines = blocks("README.md", "**4. Box")[0]
     file.write_text(lines.replace("ssh-ed25519 AAAA…", lab.host_key))
     assert waker.read_config(waker.read_env_file(file), file.parent).machine.host_keys
 
@@ -79,8 +72,8 @@ def test_the_words_that_they_explain_are_those_of_the_program() -> None:
 @pytest.mark.parametrize(
     ("page", "start", "answers"),
     [
-        (README, "## API", ["locked", "Magic packet", "Unlocked"]),
-        (API, "## A session", ["Started", "waking", "Cancelling"]),
+        ("README.md", "## API", ["locked", "Magic packet", "Unlocked"]),
+        ("docs/api.md", "## A session", ["Started", "waking", "Cancelling"]),
     ],
     ids=["README", "docs"],
 )

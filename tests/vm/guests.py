@@ -11,29 +11,37 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from conftest import PASSPHRASE, PROGRAM, need, need_root
+import pytest
+from conftest import CHECKOUT, PASSPHRASE, PROGRAM, blocks, need, need_root
 
-HERE = Path(__file__).parent
+import waker
+
 BUILD = Path(PROGRAM).with_name(".vm")
 SSH_KEY = BUILD / "ssh_key"
 AUTHORIZED = SSH_KEY.with_suffix(".pub")
 ADDRESS = "192.168.77.20"
 ROUTER = "192.168.77.1"
 
+# What README and docs/initrds.md say: the guests' initrds are made by these commands.
+DROPBEAR = blocks("README.md", "**3. Server")[0]
+DRACUT = blocks("docs/initrds.md", "## dracut")
+
 # The kernel of Debian 13 crashes under the QEMU of Debian 12, so all run that of 12.
+# With busybox there, dracut may leave out bash, which is root's shell.
 PACKAGES = {
     "bookworm": "cryptsetup-initramfs dropbear-initramfs linux-image-cloud-amd64",
-    "trixie": "cryptsetup dracut dracut-network systemd-cryptsetup",
+    "trixie": f"busybox cryptsetup {DRACUT[1].split(' install ')[1].strip()}",
 }
 COMMON = "iproute2 kmod openssh-server systemd-sysv udev zstd"
 # All that a guest has; with every driver there is, an initrd would take far longer.
 DRIVERS = "dm_crypt ext4 virtio_blk virtio_net virtio_pci"
-LAN = f"[Match]\nName=e*\n[Network]\nAddress={ADDRESS}/24\nGateway={ROUTER}\n"
+LAN = DRACUT[3].replace("192.168.1.20", ADDRESS).replace("192.168.1.1", ROUTER)
 
 
 @dataclass(frozen=True)
@@ -44,9 +52,10 @@ class Guest:
     suite: str = "bookworm"
     dialect: str = "cryptroot"
     port: int = 2222  # of the initrd's SSH
-    forced: bool = False  # that SSH runs nothing but cryptroot-unlock
+    forced: bool = True  # that SSH runs nothing but the unlock command
     disks: Sequence[str] = ("cryptroot",)
     encrypted: bool = True
+    tries: int | None = None  # that systemd gives a passphrase, 0 for any number
     iterations: int = 1000  # of PBKDF2; under TCG, a second has some 40,000
 
     @property
@@ -75,12 +84,13 @@ BOXES = (
 )
 GUESTS = (
     Guest("dropbear"),
-    Guest("port-22", port=22),
-    Guest("forced", forced=True),
+    Guest("port-22", port=22, forced=False),
     Guest("two-disks", disks=["cryptroot", "crypthome"]),
     Guest("slow", iterations=400_000),
-    Guest("dracut", suite="trixie", dialect="systemd"),
+    Guest("dracut", suite="trixie", dialect="systemd", tries=0),
+    Guest("dracut-shell", suite="trixie", dialect="systemd", forced=False),
 )
+UNSTABLE = Guest("unstable", suite="sid", dialect="systemd", tries=0)
 
 
 def run(*command: str | Path, given: str | None = None) -> str:
@@ -104,6 +114,14 @@ def run_in(tree: Path, *command: str) -> str:
     return run("unshare", "--mount", "sh", "-ec", enter, tree, *command)
 
 
+def follow(tree: Path, commands: str, changes: Mapping[str, str]) -> str:
+    """Run commands of README or docs in a tree, with what a reader would change."""
+    key = {"ssh-ed25519 AAAA… waker": AUTHORIZED.read_text().strip()}
+    for old, new in (key | dict(changes)).items():
+        commands = commands.replace(old, new)
+    return run_in(tree, "sh", "-ec", f'sudo() {{ "$@"; }}; cd /root\n{commands}')
+
+
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -112,7 +130,8 @@ def write(path: Path, text: str) -> None:
 def install(suite: str) -> None:
     """Make two trees: one has nothing but Python and paramiko, one what guests need."""
     tree, minimal = BUILD / suite, BUILD / f"minimal-{suite}"
-    packages = f"{COMMON} {PACKAGES[suite]}"
+    packages = f"{COMMON} {PACKAGES.get(suite) or PACKAGES['trixie']}"
+    stale = ['--aptopt=Acquire::Check-Valid-Until "false"']  # the mirror may lag behind
     hooks = (
         f'cp --archive --one-file-system "$1" {minimal}',
         # The initrds are made later.
@@ -121,6 +140,7 @@ def install(suite: str) -> None:
     run(
         *("unshare", "--mount", "mmdebstrap"),  # so that none of its mounts stays
         *("--variant=minbase", "--include=python3-paramiko"),
+        *(stale if suite == "sid" else []),
         *(f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "locale")),
         *("--dpkgopt=force-unsafe-io", *(f"--customize-hook={hook}" for hook in hooks)),
         *(suite, tree),
@@ -141,34 +161,39 @@ def install(suite: str) -> None:
 def with_initramfs_tools(guest: Guest, tree: Path) -> str:
     """Make the initrd as README says for Debian; returns its host key."""
     dropbear = tree / "etc/dropbear/initramfs"
-    options = f"-p {guest.port} -s -j -k" + " -c cryptroot-unlock" * guest.forced
-    write(dropbear / "dropbear.conf", f'DROPBEAR_OPTIONS="{options}"\n')
-    shutil.copy(AUTHORIZED, dropbear / "authorized_keys")
-    network = f"IP={ADDRESS}::{ROUTER}:255.255.255.0\n"
-    write(tree / "etc/initramfs-tools/conf.d/network", network)
+    (dropbear / "authorized_keys").unlink(missing_ok=True)
+    # Each guest has a host key of its own, so that none is taken for another.
     key = dropbear / "dropbear_ed25519_host_key"
-    key.unlink()  # each guest has one of its own, so that none is taken for another
-    path = f"/{key.relative_to(tree)}"
-    printed = run_in(tree, "dropbearkey", "-t", "ed25519", "-f", path)
-    run_in(tree, "update-initramfs", "-u")
-    return next(line for line in printed.splitlines() if "ssh-" in line)
+    key.unlink()
+    run_in(tree, "dropbearkey", "-t", "ed25519", "-f", f"/{key.relative_to(tree)}")
+    changes = {
+        "192.168.1.20::192.168.1.1": f"{ADDRESS}::{ROUTER}",
+        "-p 2222": f"-p {guest.port}",
+    }
+    if not guest.forced:
+        changes[" -c cryptroot-unlock"] = ""
+    return follow(tree, DROPBEAR, changes).splitlines()[-1]
 
 
 def with_dracut(guest: Guest, tree: Path) -> str:
-    """Make the initrd as README says for dracut; returns its host key."""
-    folder = tree / "etc/initrd-ssh"
-    write(folder / "authorized_keys", AUTHORIZED.read_text())
-    run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "host_key")
-    shutil.copytree(HERE / "initrd-ssh", tree / "usr/lib/dracut/modules.d/46initrd-ssh")
+    """Make the initrd as docs/initrds.md says for dracut; returns its host key."""
+    shutil.copy(PROGRAM, tree / "root")
+    shutil.copytree(CHECKOUT / "docs/dracut", tree / "root/docs/dracut")
+    (tree / "etc/initrd-ssh/host_key").unlink(missing_ok=True)
+    shell = (
+        {} if guest.forced else {'restrict,command="sh /etc/initrd-ssh/unlock" ': ""}
+    )
+    follow(tree, DRACUT[2], shell)
+    shutil.rmtree(tree / "root/docs")
+    write(tree / "etc/initrd-ssh/lan.network", LAN)
     write(
-        tree / "etc/dracut.conf.d/initrd-ssh.conf",
-        'add_dracutmodules+=" initrd-ssh "\nhostonly="no"\ncompress="cat"\n'
-        f'install_items+=" /etc/crypttab "\ndrivers=" {DRIVERS} "\n'
+        tree / "etc/dracut.conf.d/guest.conf",
+        f'compress="cat"\ndrivers=" {DRIVERS} "\n'
         'omit_dracutmodules+=" hwdb kernel-modules-extra nvdimm overlay-root "\n',
     )
     (version,) = (path.name for path in tree.glob("lib/modules/*"))
-    run_in(tree, "dracut", "--force", "/boot/initrd", version)
-    return (folder / "host_key.pub").read_text()
+    here = {"dracut --force": f"dracut --force /boot/initrd {version}"}
+    return follow(tree, DRACUT[5], here).splitlines()[-1]
 
 
 def encrypt(plain: Path, image: Path, iterations: int) -> None:
@@ -184,14 +209,15 @@ def encrypt(plain: Path, image: Path, iterations: int) -> None:
     )
 
 
-def build(suite: str) -> None:
+def build(suite: str, guests: Sequence[Guest]) -> None:
     """Make the guests of a suite: their disks are of one tree, which then changes."""
     tree, plain = BUILD / suite, BUILD / f"{suite}-system"
-    make_initrd, attach = with_initramfs_tools, "initramfs"
-    if suite == "trixie":
-        make_initrd, attach = with_dracut, "x-initrd.attach"
+    make_initrd, attach = with_initramfs_tools, "luks,initramfs"
+    if suite != "bookworm":
+        make_initrd, attach = with_dracut, "luks,x-initrd.attach"
+        shutil.copytree(BUILD / "modules", tree / "lib/modules")
     run("mke2fs", "-q", "-t", "ext4", "-d", tree, plain, "576M")
-    for guest in (guest for guest in BOXES + GUESTS if guest.suite == suite):
+    for guest in (guest for guest in guests if guest.suite == suite):
         guest.folder.mkdir()
         if not guest.encrypted:
             (guest.folder / "system").hardlink_to(plain)
@@ -205,7 +231,8 @@ def build(suite: str) -> None:
                 encrypt(plain, image, guest.iterations)
             (guest.folder / disk).hardlink_to(image)
             uuid = run("cryptsetup", "luksUUID", image).strip()
-            lines += f"{disk} UUID={uuid} none luks,{attach}\n"
+            tries = "" if guest.tries is None else f",tries={guest.tries}"
+            lines += f"{disk} UUID={uuid} none {attach}{tries}\n"
         write(tree / "etc/crypttab", lines)
         write(guest.host_key, make_initrd(guest, tree))
         (initrd,) = tree.glob("boot/initrd*")
@@ -228,8 +255,8 @@ def build_all() -> None:
         for name in ("vmlinuz", "initrd.img"):
             (path,) = tree.glob(f"boot/{name}-*")
             shutil.copy(path, BUILD / name)
-        shutil.copytree(tree / "lib/modules", BUILD / "trixie/lib/modules")
-        list(pool.map(build, PACKAGES))
+        shutil.copytree(tree / "lib/modules", BUILD / "modules")
+        list(pool.map(partial(build, guests=BOXES + GUESTS), PACKAGES))
 
 
 def ready() -> None:
@@ -237,11 +264,26 @@ def ready() -> None:
     need_root()
     for program in ("cryptsetup", "mke2fs", "mmdebstrap", "qemu-system-x86_64"):
         need(program)
-    paths = [Path(__file__), *sorted(HERE.glob("initrd-ssh/*"))]
-    whole = PASSPHRASE.encode() + b"".join(path.read_bytes() for path in paths)
-    recipe, stamp = hashlib.sha256(whole).hexdigest(), BUILD / "recipe"
+    paths = [Path(__file__), *sorted(CHECKOUT.glob("docs/dracut/**/*.*"))]
+    whole = b"".join(path.read_bytes() for path in paths)
+    texts = (PASSPHRASE, DROPBEAR, *DRACUT, waker.SYSTEMD_COMMAND)
+    recipe = hashlib.sha256(whole + "".join(texts).encode()).hexdigest()
+    stamp = BUILD / "recipe"
     with Path(__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not stamp.exists() or stamp.read_text() != recipe:
             build_all()
             write(stamp, recipe)
+
+
+def make_unstable() -> None:
+    """Make the guest with today's Debian unstable, or fail if there is none today."""
+    ready()
+    for path in BUILD.glob("*sid*"):
+        run("rm", "-rf", path)
+    run("rm", "-rf", UNSTABLE.folder)
+    try:
+        install("sid")
+    except RuntimeError as error:
+        pytest.fail(f"Debian unstable itself is broken, or its mirror: {error}")
+    build("sid", [UNSTABLE])
