@@ -104,6 +104,9 @@ breaks: $(VENV)/done ## break each promise: does a test notice? BREAK="some word
 test-vm: $(VENV)/done ## real machines with encrypted disks in QEMU, as root
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --numprocesses 2 --maxschedchunk 1 tests/vm
 
+test-unstable: $(VENV)/done ## today's Debian unstable with dracut in QEMU, as root
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/vm/unstable.py
+
 test-paramiko: $(VENV)/done ## what depends on paramiko; PARAMIKO=2.12.0
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS) tests/test_unlock.py \
 		tests/test_hostile.py tests/test_check.py tests/test_openwrt.py
@@ -135,4 +138,5 @@ $(VENV)/done: tests/requirements.txt $(VENV)/run
 	touch $@
 
 .PHONY: always help demo run dist install install-program install-systemd install-procd \
-	uninstall test fuzz siege breaks bench screenshots test-vm test-paramiko lint clean
+	uninstall test fuzz siege breaks bench screenshots test-vm test-unstable \
+	test-paramiko lint clean
