@@ -136,6 +136,28 @@ def test_systemd_is_answered_and_told_as_what_was_seen(
         assert tried in (None, lines)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        ({"root": ODD}, "", {"wrong": WRONG, ODD: f"{UNLOCKED}root."}),
+        (HOME, "", {"1": f"{WRONG}.*{CAREFUL}", "2": WRONG, "x": GAVE_UP}),
+        ({}, "", {"x": OPEN}),
+        (ROOT, "rm /etc/initrd-release", {"x": UP}),
+        (ROOT, PIN, {"x": FOREIGN}),
+    ],
+    ids=["odd", "gives up", "open", "booted", "foreign"],
+)
+def test_an_initrd_that_runs_the_script_of_2_1_is_understood(
+    tmp_path: Path, case: Any
+) -> None:
+    """As a forced command: an initrd keeps its script when waker is upgraded."""
+    keys, setup, told = case
+    forced = f"-o ForceCommand='sh {SCRIPTS}/unlock-2.1.sh'"
+    with systemd(tmp_path, keys, setup, ssh=forced) as machine:
+        for passphrase, pattern in told.items():
+            assert re.match(pattern, unlock(machine, passphrase))
+
+
 def test_a_disk_that_was_opened_at_the_console_is_not_called_unlocked(
     tmp_path: Path,
 ) -> None:
