@@ -97,8 +97,8 @@ def test_the_curl_lines_do_what_they_say(
 
 
 def test_home_assistant_wakes_and_looks(api: Client) -> None:
-    secret, configuration = blocks(INTEGRATIONS, "## Home Assistant")
-    login = secret.replace("choose-your-own", PIN).removeprefix("waker_login: ")
+    secret, configuration, card = blocks(INTEGRATIONS, "## Home Assistant")
+    login = secret.replace("…", PIN).removeprefix("waker_login: ")
     configuration = configuration.replace("!secret waker_login\n", login)
     token = ""
     for name in ("waker_login", "waker_wake", "waker_status"):
@@ -111,13 +111,17 @@ def test_home_assistant_wakes_and_looks(api: Client) -> None:
         assert answer.status == 200
         token = token or answer.json["token"]
     assert answer.json["state"]
+    # A second key `script` or `template` would replace the user's own.
+    assert config.keys() == {"rest_command", "script waker", "template waker"}
+    (script,) = config["script waker"]
+    assert yaml.safe_load(card)["entity"] == f"script.{script}"
 
 
 def test_the_timer_tells_once_that_the_server_waits(
     lab: Homelab, config: waker.Config, tmp_path: Path
 ) -> None:
     need("curl")
-    script, service, timer, _ = blocks(INTEGRATIONS, "## Tell me")
+    script, service, timer, *_ = blocks(INTEGRATIONS, "## Get a message")
     units = {"it.service": service, "it.timer": timer}
     for name, unit in units.items():
         path = tmp_path / name
@@ -166,6 +170,6 @@ def test_fail2ban_finds_those_who_guess_and_nobody_else(tmp_path: Path) -> None:
     lines = [f"Nov 21 23:59:59 box waker[99]: {line}\n" for line in started.log]
     log, rule = tmp_path / "log", tmp_path / "waker.conf"
     log.write_text("".join(lines))
-    rule.write_text(blocks(INTEGRATIONS, "## fail2ban")[0])
+    rule.write_text(blocks(INTEGRATIONS, "## fail2ban")[1])
     command = [need("fail2ban-regex"), "--out", "ip", str(log), str(rule)]
     assert subprocess.check_output(command, text=True).split() == ["127.0.0.1"] * 10
