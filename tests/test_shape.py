@@ -122,7 +122,8 @@ def test_the_program_its_descriptions_and_its_units_agree() -> None:
         if method != "head"
     }
     assert described == routes
-    table = README.split("| request | answer |")[1].split("\n\n")[0]
+    page = CHECKOUT.joinpath("docs/api.md").read_text()
+    table = page.split("| request | answer |")[1].split("\n\n")[0]
     assert set(re.findall(r"`([A-Z]+) (/\S*?)`", table)) == set(routes)
     unit = CHECKOUT.joinpath("waker.service").read_text()
     values = dict(re.findall(r"(?m)^(\w+)=(.*)$", unit))
@@ -132,6 +133,6 @@ def test_the_program_its_descriptions_and_its_units_agree() -> None:
     assert f"term_timeout {stop} " in CHECKOUT.joinpath("waker.init").read_text()
     names = re.findall(r"LoadCredential=(.*):/etc/waker/\1\n", unit)
     handed_over = ", ".join(f"`{name}`" for name in names[:-1])
-    assert f"The unit hands {handed_over} and `{names[-1]}` of" in README
+    assert f"can read only {handed_over} and `{names[-1]}` in `/etc/waker`" in README
     changes = CHECKOUT.joinpath("CHANGELOG.md").read_text()
     assert re.findall("(?m)^## (.*)$", changes)[0] == waker.__version__
