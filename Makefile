@@ -1,5 +1,5 @@
-# Every target makes the virtual environment that it needs. Its first half runs waker;
-# the second half, which is ten times as big, tests it.
+# Each target creates the virtual environment that it needs: a small one to run waker, or
+# one ten times as big to test it.
 
 PYTHON ?= python3
 PARAMIKO ?=
@@ -7,9 +7,9 @@ VENV := .venv$(PARAMIKO)
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --disable-pip-version-check
 PYTEST_ARGS ?=
-# More than there are processors: most tests wait, for the most part; not the browser's.
+# More than there are processors, because most tests mostly wait. The browser's do not.
 PARALLEL := --numprocesses 14 --maxschedchunk 1
-# Tests begin hundreds of processes: none of them is to compile everything again.
+# Tests start hundreds of processes, which should not compile everything again.
 export PYTHONDONTWRITEBYTECODE :=
 INIT ?= $(if $(wildcard /etc/rc.common),procd,systemd)
 $(if $(filter systemd procd,$(INIT)),,$(error INIT must be systemd or procd))
@@ -25,27 +25,27 @@ SEED ?= 1
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1	/p' Makefile | expand -t 20
 
-demo: $(VENV)/run ## try it: a make-believe machine; LISTEN=0.0.0.0:8080
+demo: $(VENV)/run ## try waker with a make-believe server; LISTEN=0.0.0.0:8080
 	@$(BIN)/python tests/homelab.py $(LISTEN)
 
-run: $(VENV)/run ## the daemon, set up by the environment or ENV_FILE=FILE
+run: $(VENV)/run ## run the daemon, with settings from the environment or ENV_FILE=FILE
 	@$(BIN)/python waker.py $(if $(ENV_FILE),--env-file $(ENV_FILE))
 
-dist: dist/waker ## the one file to install, dist/waker
+dist: dist/waker ## build the one file to install, dist/waker
 
 dist/waker: always
 	mkdir -p dist
-	! grep '"""' ui.html # it would end the text too early
+	! grep '"""' ui.html # would end the string too early
 	sed '/^PAGE: Final = r"""$$/r ui.html' waker.py > $@.part
 	grep -q '^</html>$$' $@.part
 	chmod 755 $@.part
 	mv -f $@.part $@
 
-install: install-$(INIT) ## the service; INIT=systemd or procd, PREFIX=, DESTDIR=
+install: install-$(INIT) ## install the service; INIT=systemd or procd, PREFIX=, DESTDIR=
 	test -e "$(CONFIG)" || install -d -m 700 "$(CONFIG)"
 	test -e "$(CONFIG)/waker.env" -o -L "$(CONFIG)/waker.env" || \
 		install -m 600 waker.env.example "$(CONFIG)/waker.env"
-# With DESTDIR it is a package, and all who install that would have the same key.
+# A package, made with DESTDIR, must not contain a key: everybody would have the same.
 ifeq ($(DESTDIR),)
 	@if test -e "$(KEY)" -o -L "$(KEY)"; then \
 		echo; echo "Installed. If waker is running, restart it."; \
@@ -82,7 +82,7 @@ uninstall: ## remove the service, but not its settings and keys; PREFIX=, DESTDI
 	done
 	@echo "Your settings and keys are still in $(CONFIG)."
 
-test: $(VENV)/done ## all tests, or T=tests/test_wake.py, or T='-k broadcast'
+test: $(VENV)/done ## run all tests, or T=tests/test_wake.py, or T='-k broadcast'
 ifdef T
 	$(BIN)/python -m pytest --numprocesses 4 $(PYTEST_ARGS) $(T)
 else
@@ -91,34 +91,34 @@ else
 		tests/test_page.py
 endif
 
-fuzz: $(VENV)/done ## invented requests and inputs; EXAMPLES=200, SEED=1
+fuzz: $(VENV)/done ## test with random requests and inputs; EXAMPLES=200, SEED=1
 	EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest $(PYTEST_ARGS) \
 		tests/test_properties.py tests/fuzz.py --hypothesis-seed $(SEED)
 
-siege: $(VENV)/done ## the daemon under attack, 15 minutes; ATTACK=heads
+siege: $(VENV)/done ## attack the daemon for 15 minutes, as root; ATTACK=heads
 	$(BIN)/python tests/siege.py 3 $(if $(ATTACK),"$(ATTACK)")
 
 breaks: $(VENV)/done ## break each promise: does a test notice? BREAK="some words"
 	$(BIN)/python tests/breaks.py $(BREAK)
 
-test-vm: $(VENV)/done ## real machines with encrypted disks in QEMU, as root
+test-vm: $(VENV)/done ## unlock encrypted servers in QEMU, as root
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --numprocesses 2 --maxschedchunk 1 tests/vm
 
-test-unstable: $(VENV)/done ## today's Debian unstable with dracut in QEMU, as root
+test-unstable: $(VENV)/done ## unlock today's Debian unstable in QEMU, as root
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/vm/unstable.py
 
-test-paramiko: $(VENV)/done ## what depends on paramiko; PARAMIKO=2.12.0
+test-paramiko: $(VENV)/done ## test what uses paramiko; PARAMIKO=2.12.0
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS) tests/test_unlock.py \
 		tests/test_hostile.py tests/test_check.py tests/test_openwrt.py
 
-bench: $(VENV)/done dist/waker ## waker beside an empty server and ssh, a minute, as root
+bench: $(VENV)/done dist/waker ## compare waker with an empty server and ssh, as root
 	$(BIN)/python tests/bench.py
 
-screenshots: $(VENV)/done ## the page in every state, into tests/screenshots
+screenshots: $(VENV)/done ## take pictures of the page in every state
 	$(BIN)/python -m pytest --numprocesses 3 $(PYTEST_ARGS) -k every_state \
 		--screenshots tests/screenshots tests/test_page.py
 
-lint: $(VENV)/done ## ruff and mypy
+lint: $(VENV)/done ## run ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy waker.py tests/*.py tests/vm/*.py
@@ -127,7 +127,7 @@ clean: ## remove what the other targets made
 	rm -rf .venv* .vm dist .hypothesis .mypy_cache .pytest_cache .ruff_cache \
 		__pycache__ tests/__pycache__ tests/vm/__pycache__
 
-# With PARAMIKO=VERSION, an environment of its own has that version.
+# PARAMIKO=VERSION uses a virtual environment of its own, with that version.
 $(VENV)/run: tests/run_requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(if $(PARAMIKO),paramiko==$(PARAMIKO),-r $<)

@@ -272,7 +272,7 @@ def main(wish: str = "127.0.0.1:8080") -> int:
     pin, passphrase = "24681012", "correct horse battery staple"
     with tempfile.TemporaryDirectory(prefix="waker-demo-") as name:
         machine = Homelab(Path(name), disks=Disks({"cryptroot": passphrase}), pace=4)
-        own = {"WAKER_PIN": pin, "WAKER_HOMELAB_NAME": "demo machine"}
+        own = {"WAKER_PIN": pin, "WAKER_HOMELAB_NAME": "demo server"}
         config = waker.read_config(machine.settings() | own, Path(name))
         config = config._replace(packet_port=machine.packet_port, listen=listen)
         if address in ("::", "0.0.0.0"):  # a phone needs one of this box's own
@@ -282,7 +282,7 @@ def main(wish: str = "127.0.0.1:8080") -> int:
         host = f"[{address}]" if ":" in address else address
         print(f"Open        http://{host}:{port}/")
         print(f"PIN         {pin}\npassphrase  {passphrase}")
-        print("Enter switches the machine off, ^C ends. The log:", flush=True)
+        print("Press Enter to switch the server off, Ctrl-C to end. The log:", flush=True)
         Thread(target=machine.obey, args=(0,), daemon=True).start()
         unlocker = waker.Unlocker(config, Path(waker.__file__), os.environ)
         return waker.serve(waker.App(config, unlocker))
