@@ -282,7 +282,9 @@ def main(wish: str = "127.0.0.1:8080") -> int:
         host = f"[{address}]" if ":" in address else address
         print(f"Open        http://{host}:{port}/")
         print(f"PIN         {pin}\npassphrase  {passphrase}")
-        print("Press Enter to switch the server off, Ctrl-C to end. The log:", flush=True)
+        print(
+            "Press Enter to switch the server off, Ctrl-C to end. The log:", flush=True
+        )
         Thread(target=machine.obey, args=(0,), daemon=True).start()
         unlocker = waker.Unlocker(config, Path(waker.__file__), os.environ)
         return waker.serve(waker.App(config, unlocker))

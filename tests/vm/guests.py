@@ -29,7 +29,7 @@ ADDRESS = "192.168.77.20"
 ROUTER = "192.168.77.1"
 
 # What README and docs/initrds.md say: the guests' initrds are made by these commands.
-DROPBEAR = blocks("README.md", "**3. Server")[0]
+DROPBEAR = blocks("README.md", "**3. Server")[1]
 DRACUT = blocks("docs/initrds.md", "## dracut")
 
 # The kernel of Debian 13 crashes under the QEMU of Debian 12, so all run that of 12.
