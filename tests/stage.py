@@ -8,6 +8,9 @@ from playwright.sync_api import Page, Route, expect
 
 from waker import Outcome, Result
 
+PHASES = ("waking", "unlocking", "booting", "done")
+SENT = ("unlocked", "not_confirmed", "wrong_passphrase", "gave_up", "up")
+
 
 @dataclass
 class Phone:
@@ -70,7 +73,7 @@ class Phone:
         return self
 
     def buttons(self) -> list[str]:
-        return self.page.locator("button.second:visible").all_inner_texts()
+        return self.page.locator("#buttons button:visible").all_inner_texts()
 
     def focus(self) -> str:
         return str(self.page.evaluate("document.activeElement.id"))
@@ -89,17 +92,28 @@ class Phone:
         phase: str = "",
         outcome: str = "",
         message: str = "",
-        seconds: int = 9,
+        *times: int,
     ) -> "Phone":
-        """Have the page see a state of the machine, and of a start."""
-        start = {"phase": phase, "outcome": outcome or None, "message": message}
+        """Have the page see a state of the server, and of a start.
+
+        `times` are when its phases began, in seconds, and how long it has been running.
+        """
+        *begun, seconds = times or (0, 9)
+        start = {
+            "phase": phase,
+            "outcome": outcome or None,
+            "message": message,
+            "seconds": seconds,
+            "sent": outcome in SENT,
+            "times": dict(zip(PHASES, begun, strict=False)),
+        }
         status = {
-            "name": "my machine",
+            "name": "Home server",
             "state": state,
             "reachable": state not in {"off", "unknown"},
             "initrd_ssh_open": state == "locked",
             "system_ssh_open": state == "up",
-            "start": start | {"seconds": seconds} if phase else None,
+            "start": start if phase else None,
         }
         return self.answer("status", 200, status).look()
 
@@ -123,7 +137,7 @@ class Phone:
 
     def expire(self) -> "Phone":
         """Let the token's 15 minutes pass."""
-        return self.answer("{status,start,unlock}", 401, {"error": "Expired"}).look()
+        return self.answer("{status,start}", 401, {"error": "Expired"}).look()
 
 
 def told(outcome: Outcome, detail: str = "cryptroot", *, sent: bool = True) -> str:
@@ -131,19 +145,19 @@ def told(outcome: Outcome, detail: str = "cryptroot", *, sent: bool = True) -> s
 
 
 UNLOCKED = told(Outcome.UNLOCKED)
+UP = f"{UNLOCKED} The system is up."
 LATE = told(Outcome.NOT_CONFIRMED, "the connection was lost")
 KEYS = "pinned SHA256:" + "x" * 43 + ", shown SHA256:" + "y" * 43
 CANCELLED = "Cancelled. The passphrase was not sent."
 NOT_AWAKE = "The server did not wake: check power, network cable and Wake-on-LAN."
 PACKET = "Magic packet sent to 52:54:00:12:34:56 from 192.168.1.2"
-EARLY = "Failed to unlock: " + told(Outcome.TOO_EARLY, sent=False)
 
 
 def fail(phone: Phone, outcome: Outcome, detail: str = "", *, sent: bool) -> None:
     """Show a start, and how it failed."""
-    phone.tell("locked", "unlocking").sees("running")
+    phone.tell("locked", "unlocking", "", "", 0, 38, 40).sees("starting")
     message = told(outcome, detail, sent=sent)
-    phone.tell("locked", "failed", outcome.value[0], message).sees("ready")
+    phone.tell("locked", "failed", outcome.value[0], message)
 
 
 # Each goes through some states, from the page's address on, and names them.
@@ -152,8 +166,8 @@ def fail(phone: Phone, outcome: Outcome, detail: str = "", *, sent: bool) -> Non
 def before_a_start(phone: Phone, client: Client) -> Iterator[str]:
     phone.open(client).sees("pin")
     yield "PIN"
-    phone.open(client, "waker.lan").reads("This page came over plain HTTP")
-    yield "PIN, plain HTTP"
+    phone.open(client, "waker.lan").reads("Not encrypted")
+    yield "PIN, not encrypted"
     phone.hold("auth").give_pin().reads("Checking…")
     yield "PIN, being checked"
     phone.release(401, {"error": "Wrong PIN"}).reads("Wrong PIN")
@@ -162,110 +176,124 @@ def before_a_start(phone: Phone, client: Client) -> Iterator[str]:
     phone.press("Continue").reads("Try again in 4")
     yield "PIN, too many"
     phone.page.unroute("**/api/auth")
-    phone.tell("off").open(client).give_pin().sees("ready")
+    phone.tell("off").open(client).give_pin().sees("off")
     yield "off"
-    phone.open_details("One step at a time").reads("Wake only")
-    yield "off, one step at a time"
     phone.hold("wol").press("Wake only").reads("Waking…")
     yield "off, packet being sent"
-    phone.release(409, []).reads("Something on the way answered 409")
+    phone.release(409, []).reads("Unexpected answer (409), perhaps from a proxy.")
     yield "off, answered by something else"
-    phone.answer("wol", 200, {"message": PACKET}).press("Wake only").reads(PACKET)
+    phone.answer("wol", 200, {"message": PACKET}).press("Wake only")
+    phone.reads("The wake-up signal was sent.").open_details("Details").reads(PACKET)
     yield "off, packet sent"
-    phone.tell("up").sees("up").tell("off").sees("ready")
-    expect(phone.page.locator("#message")).to_be_hidden()
-    phone.tell("booting").reads("Awake, starting up")
-    yield "awake"
-    phone.tell("unknown").reads("Not known: waker could not look")
-    yield "not known"
+    phone.open_details("Details").tell("booting").reads("Starting up")
+    yield "starting up"
     phone.tell("locked").reads("Waiting for the passphrase")
     yield "asks"
     phone.type_passphrase().press("Show").reads("Hide")
     yield "asks, passphrase shown"
-    phone.hold("unlock").press("Unlock only").reads("Unlocking…")
-    yield "asks, being unlocked"
-    phone.release(500, {"error": EARLY}).reads("not ready yet")
-    yield "asks, not unlocked"
-    phone.answer("unlock", 200, {"message": UNLOCKED}).press("Unlock only")
-    phone.sees("sent").reads(UNLOCKED)
-    yield "unlocked, nothing watched"
+    phone.hold("start").press("Unlock").reads("Starting…")
+    yield "asks, being started"
+    phone.release(409, {"error": "Another unlock is running"}).reads("Another unlock")
+    yield "asks, refused"
+    phone.tell("unknown").log_in_again().reads("Status unknown")
+    yield "unknown"
+    phone.press("Try anyway").reads("Disk passphrase")
+    yield "unknown, anyway"
 
 
 def during_a_start(phone: Phone, client: Client) -> Iterator[str]:
-    phone.tell("off").open(client).give_pin().sees("ready")
-    phone.tell("off", "waking", "", PACKET, 0).reads(PACKET)
+    phone.tell("off").open(client).give_pin().sees("off")
+    phone.tell("off", "waking", "", PACKET, 0, 3).reads("Starting 0:03")
     yield "waking"
-    phone.tell("booting", "waking", "", "The server is awake", 2).reads("is awake")
+    phone.tell("booting", "waking", "", "The server is awake", 0, 25)
+    phone.reads("Waiting for the passphrase prompt")
     yield "waiting"
-    phone.tell("locked", "unlocking", "", "Connecting", 4).reads("Connecting")
+    phone.tell("locked", "unlocking", "", "Connecting", 0, 38, 40).reads(
+        "Starting 0:40"
+    )
     yield "unlocking"
-    phone.tell("booting", "booting", "unlocked", UNLOCKED, 6).reads(UNLOCKED)
+    phone.tell("booting", "booting", "unlocked", UNLOCKED, 0, 38, 42, 44)
+    phone.reads("Stop watching (the server keeps booting)")
     yield "booting"
-    phone.tell("up", "done", "up", UNLOCKED, 8).reads("Started in 0:08")
-    yield "started"
-    phone.tell("off").sees("ready")
-    yield "off again"
-    phone.tell("off", "waking", "", PACKET, 2).reads("usually 0:08")
+    phone.tell("up", "done", "up", UP, 0, 38, 42, 62, 62).reads("It took 1:02.")
+    yield "up, after a start"
+    phone.open_details("Details").reads("Waking 0:38, Unlocking 0:04, Booting 0:20")
+    yield "up, details"
+    phone.open_details("Details").tell("off").sees("off")
+    phone.tell("off", "waking", "", PACKET, 0, 2).reads("Usually up within 1:02.")
     yield "waking as usual"
-    phone.tell("off", "booting", "unlocked", UNLOCKED, 6).reads(UNLOCKED)
+    phone.tell("off", "booting", "unlocked", UNLOCKED, 0, 36, 41, 48).reads("0:48")
     yield "booting as usual"
-    phone.tell("off", "booting", "not_confirmed", LATE, 99).reads(LATE)
+    phone.tell("off", "booting", "not_confirmed", LATE, 0, 36, 41, 99)
+    phone.reads("Longer than usual.")
     yield "overdue"
-    phone.lose_connection().reads("waker does not answer")
+    phone.tell("locked", "booting", "not_confirmed", LATE, 0, 36, 41, 99)
+    phone.sees("doubtful").reads("Not confirmed")
+    yield "not confirmed"
+    phone.press("Try another passphrase").reads("Disk passphrase")
+    yield "not confirmed, another passphrase"
+    phone.lose_connection().reads("Can't reach waker. Retrying…")
+    yield "not confirmed, connection lost"
+    phone.tell("off", "booting", "unlocked", UNLOCKED, 0, 36, 41, 48).sees("starting")
+    phone.lose_connection().reads("Can't reach waker. Retrying…")
     yield "start, connection lost"
-    phone.expire().sees("pin").reads("Last seen 1:39")
+    phone.expire().sees("pin").reads("Last seen starting, at 0:48.")
     yield "start, PIN again"
-    phone.tell("booting", "waking").give_pin().sees("running")
-    phone.hold("start").press("Cancel")
-    expect(phone.page.locator("#cancel")).to_have_attribute("aria-disabled", "true")
+    phone.tell("booting", "waking", "", PACKET, 0, 9).give_pin().sees("starting")
+    phone.hold("start").press("Cancel").reads("Stopping…")
     yield "start, being cancelled"
     phone.tell("booting", "cancelled", "cancelled", CANCELLED)
-    phone.release(200, {}).sees("ready").reads(CANCELLED)
+    phone.release(200, {}).sees("booting").reads(CANCELLED)
     yield "cancelled"
-    phone.tell("booting", "cancelled", "unlocked").reads("Unlocked; still booting")
+    phone.tell("booting", "cancelled", "unlocked", UNLOCKED).reads("keeps booting")
     yield "unlocked, not watched"
-    phone.tell("off", "cancelled", "not_confirmed").reads("not confirmed")
+    phone.tell("off", "cancelled", "not_confirmed", LATE).reads("didn't confirm it")
     yield "sent, not watched"
 
 
 def after_a_start(phone: Phone, client: Client) -> Iterator[str]:
     phone.page.clock.install()
-    phone.tell("off").open(client).give_pin().sees("ready")
+    phone.tell("off").open(client).give_pin().sees("off")
     fail(phone, Outcome.WRONG_PASSPHRASE, "disk cryptroot", sent=True)
+    phone.reads("Wrong passphrase. Try again.")
     yield "wrong passphrase"
     fail(phone, Outcome.OTHER_HOST_KEY, KEYS, sent=False)
+    phone.sees("foreign")
     yield "another host key"
     phone.open_details("Details").reads(KEYS)
     yield "another host key, details"
+    phone.press("Try anyway").open_details("Details").reads("Disk passphrase")
+    yield "another host key, anyway"
     fail(phone, Outcome.KEY_REFUSED, "SHA256:" + "z" * 43, sent=False)
+    phone.reads("The server refused waker's SSH key")
     yield "key refused"
     fail(phone, Outcome.IDLE, sent=False)
+    phone.reads("No disk is asking yet")
     yield "nothing asks"
     fail(phone, Outcome.GAVE_UP, sent=True)
+    phone.sees("stuck")
     yield "given up"
     phone.tell("off", "failed", "not_awake", NOT_AWAKE).reads(NOT_AWAKE)
     yield "not awake"
-    phone.tell("off", "failed", "not_up", "No answer.").reads("Give it some more time")
+    phone.tell("off", "failed", "not_up", "No answer.").reads("a few more minutes")
     yield "not up"
-    phone.tell("locked", "unlocking").sees("running").tell("off")
-    phone.reads("waker was restarted, so this start has ended.")
+    phone.tell("locked", "unlocking").sees("starting").tell("off")
+    phone.reads("waker restarted and stopped this start.")
     yield "restarted"
-    phone.type_passphrase().expire().reads("Your 15 minutes are over")
-    yield "typing, time over"
-    phone.press("Wake and unlock").sees("pin").reads("Your PIN again, please")
+    phone.type_passphrase().expire().reads("Signed out after 15 minutes.")
+    yield "typing, signed out"
+    phone.press("Wake and unlock").sees("pin").reads("Your session has ended.")
     yield "PIN again"
-    phone.tell("locked", "failed", "gave_up", told(Outcome.GAVE_UP))
-    phone.log_in_again().reads("Last time: The initrd has given up")
+    phone.tell("locked", "failed", "not_asked", told(Outcome.IDLE, sent=False))
+    phone.log_in_again().reads("Last time: No disk is asking yet")
     yield "failed last time"
-    phone.lose_connection().reads("waker does not answer")
-    yield "connection lost"
     phone.page.route("**/api/status", lambda _: None)  # no request is answered
-    phone.look().page.clock.run_for(4000)
-    phone.reads("Waiting for waker")
+    phone.page.clock.run_for(10_000)
+    phone.reads("s ago. Retrying…")
     yield "waker is slow"
-    phone.tell("unknown", "done", "up", UNLOCKED).log_in_again().reads("It took 0:09.")
-    yield "done, not known"
-    phone.tell("up", "done", "up", UNLOCKED).sees("up").reads("It took 0:09.")
-    yield "up, last start"
-    phone.tell("up").reads("Up and running")
+    phone.tell("up", "failed", "host_key_differs", KEYS).log_in_again().sees("up")
+    yield "up, after another host key"
+    phone.tell("up").reads("Up")
     yield "up"
+    phone.lose_connection().reads("Can't reach waker. Retrying…")
+    yield "up, connection lost"
