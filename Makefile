@@ -86,10 +86,15 @@ test: $(VENV)/done ## run all tests, or T=tests/test_wake.py, or T='-k broadcast
 ifdef T
 	$(BIN)/python -m pytest --numprocesses 4 $(PYTEST_ARGS) $(T)
 else
-	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS) --ignore tests/test_page.py
+	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS) --ignore tests/test_page.py \
+		--ignore tests/test_browsers.py
 	$(BIN)/python -m pytest --numprocesses 4 --maxschedchunk 1 $(PYTEST_ARGS) \
-		tests/test_page.py
+		tests/test_page.py tests/test_browsers.py
 endif
+
+test-browsers: $(VENV)/done .venv-qt6.5/done .venv-qt6.2/done ## test the page in each browser
+	$(BIN)/python -m pytest --numprocesses 2 --maxschedchunk 1 $(PYTEST_ARGS) \
+		-m "browsers or not browsers" tests/test_browsers.py
 
 fuzz: $(VENV)/done ## test with random requests and inputs; EXAMPLES=200, SEED=1
 	EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest $(PYTEST_ARGS) \
@@ -137,6 +142,12 @@ $(VENV)/done: tests/requirements.txt $(VENV)/run
 	$(PIP) -r $<
 	touch $@
 
+# Old Chromiums, each in an environment of its own.
+.venv-qt%/done: tests/browsers/qt%.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --disable-pip-version-check --no-deps -r $<
+	touch $@
+
 .PHONY: always help demo run dist install install-program install-systemd install-procd \
-	uninstall test fuzz siege breaks bench screenshots test-vm test-unstable \
-	test-paramiko lint clean
+	uninstall test test-browsers fuzz siege breaks bench screenshots test-vm \
+	test-unstable test-paramiko lint clean

@@ -604,7 +604,7 @@ def test_without_its_script_there_is_one_sentence(
     phone.page.set_content(broken)
     reason = "nobody is not defined" if script == "throws" else "Unexpected identifier"
     assert reason in phone.console.pop()
-    phone.reads(reason).reads("Safari 15.4, Chrome 105, Firefox 115 or newer.")
+    phone.reads(reason).reads("update this browser, or use another one.")
     assert phone.buttons() == []
 
 

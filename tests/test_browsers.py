@@ -1,0 +1,135 @@
+"""The page in other engines than today's Chromium: a whole journey, by keyboard alone.
+
+`make test` drives WebKit and Firefox through the first half of it. `make test-browsers`
+does all of it, and adds the oldest engines: `-m browsers`.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import PASSPHRASE, PIN, Client, running, wait_for
+from engines import Engine, firefox, qt, webkit
+
+import waker
+
+# Safari before 17.4 lacks the first, before 16 the second.
+OLD_SAFARI = """
+delete Element.prototype.checkVisibility;
+delete AbortSignal.timeout;
+"""
+# What the console says of a request that was refused on purpose, and WebKit of a
+# directive that it does not know.
+EXPECTED = re.compile(r".*(Failed to load resource: .* 401|'manifest-src')")
+everywhere = pytest.mark.browsers
+
+
+class Person:
+    """Someone with a keyboard who reads the page."""
+
+    def __init__(self, engine: Engine, client: Client) -> None:
+        self.engine = engine
+        self.client = client
+
+    def open(self) -> "Person":
+        self.engine.open(f"http://127.0.0.1:{self.client.port}/")
+        return self.has_focus("pin")
+
+    def reads(self, text: str) -> "Person":
+        body = "document.body ? document.body.innerText : ''"
+        wait_for(lambda: str(self.engine.run(body)), lambda seen: text in seen)
+        return self
+
+    def has_focus(self, name: str) -> "Person":
+        active = "document.activeElement ? document.activeElement.id : ''"
+        wait_for(lambda: self.engine.run(active), lambda seen: seen == name)
+        return self
+
+    def enters(self, text: str) -> "Person":
+        self.engine.type_text(text)
+        self.engine.press("Enter")
+        return self
+
+
+def walk(person: Person) -> None:
+    """Bring the server up: both secrets wrong at first, and then right."""
+    person.open().enters("12345678").reads("Wrong PIN").has_focus("pin")
+    person.enters(PIN).reads("Off").has_focus("passphrase")
+    person.enters("wrong").reads("Wrong passphrase. Try again.").has_focus("passphrase")
+    person.enters(PASSPHRASE).reads("It took 0:").has_focus("headline")
+    person.open().enters(PIN).reads("It took 0:").has_focus("headline")
+
+
+def cancel(person: Person) -> None:
+    """Begin a start, and cancel it."""
+    person.open().enters(PIN).reads("Off").has_focus("passphrase")
+    person.enters(PASSPHRASE).reads("Starting 0:0").has_focus("headline")
+    person.engine.press("Tab")
+    person.has_focus("cancel").engine.press("Enter")
+    person.reads("Cancelled. The passphrase was not sent.").has_focus("passphrase")
+
+
+def assert_it_is_whole(engine: Engine, *, dark: bool = False) -> None:
+    """Assert that it has colours, that nothing is cut and nothing went wrong."""
+    colour = "getComputedStyle(document.body).backgroundColor"
+    ground = [int(part) for part in re.findall(r"\d+", engine.run(colour))]
+    assert (max(ground) < 64) == dark, ground
+    field = "getComputedStyle(document.getElementById('passphrase')).borderTopWidth"
+    assert engine.run(field) == "1px"
+    assert engine.run("document.documentElement.scrollWidth <= innerWidth")
+    assert [text for text in engine.console() if not EXPECTED.match(text)] == []
+
+
+ENGINES = {
+    "webkit": webkit,
+    "firefox": firefox,
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_journey(name: str, api: Client, tmp_path: Path) -> None:
+    with ENGINES[name](tmp_path) as engine:
+        walk(Person(engine, api))
+        assert_it_is_whole(engine)
+
+
+@everywhere
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_start_is_cancelled_in_the_dark(
+    name: str, config: waker.Config, tmp_path: Path
+) -> None:
+    asleep = config._replace(mac=waker.Mac(b"\0" * 6))  # no packet wakes it
+    with running(asleep) as client, ENGINES[name](tmp_path, dark=True) as engine:
+        cancel(Person(engine, client))
+        assert_it_is_whole(engine, dark=True)
+
+
+@everywhere
+def test_the_oldest_engine_does_the_journey(api: Client) -> None:
+    """Chromium 108, without what Safari 15.4 lacks."""
+    with qt("6.5", OLD_SAFARI) as engine:
+        person = Person(engine, api)
+        walk(person)
+        assert engine.run("!AbortSignal.timeout && !document.body.checkVisibility")
+        assert_it_is_whole(engine)
+
+
+@everywhere
+def test_the_oldest_engine_cancels(config: waker.Config) -> None:
+    asleep = config._replace(mac=waker.Mac(b"\0" * 6))
+    with running(asleep) as client, qt("6.5", OLD_SAFARI) as engine:
+        cancel(Person(engine, client))
+        assert_it_is_whole(engine)
+
+
+@everywhere
+def test_a_browser_that_is_too_old_gets_a_sentence(api: Client) -> None:
+    """Chromium 90."""
+    with qt("6.2") as engine:
+        engine.open(f"http://127.0.0.1:{api.port}/")
+        person = Person(engine, api)
+        person.reads("This browser is too old for this page: update it, or use")
+        assert not engine.run(
+            "[...document.querySelectorAll('button, input')]"
+            ".filter((e) => e.getClientRects().length).length"
+        )
