@@ -140,11 +140,11 @@ class Phone:
         return self.answer("{status,start}", 401, {"error": "Expired"}).look()
 
 
-def told(outcome: Outcome, detail: str = "cryptroot", *, sent: bool = True) -> str:
+def told(outcome: Outcome, detail: str = "", *, sent: bool = True) -> str:
     return Result.of(outcome, detail, sent=sent).message
 
 
-UNLOCKED = told(Outcome.UNLOCKED)
+UNLOCKED = told(Outcome.UNLOCKED, "cryptroot")
 UP = f"{UNLOCKED} The system is up."
 LATE = told(Outcome.NOT_CONFIRMED, "the connection was lost")
 KEYS = "pinned SHA256:" + "x" * 43 + ", shown SHA256:" + "y" * 43
