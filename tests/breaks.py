@@ -81,13 +81,6 @@ BREAKS = (
     ),
     Break(
         2,
-        "the process that sends it ends right after",
-        "            os._exit(result.outcome not in SUCCESSES)\n",
-        "            return int(result.outcome not in SUCCESSES)\n",
-        UNLOCK + "as_much_time or without_an_end",
-    ),
-    Break(
-        2,
         "the passphrase is never lost on the way to that process",
         "stdin.write(passphrase.data)  # fits into the pipe: cannot block",
         "child.poll() or time.sleep(0.3) or stdin.write(passphrase.data[:-1])",
@@ -525,7 +518,7 @@ BREAKS = (
         "one check runs at a time",
         "        with self._lock:\n            if now >= self._checked",
         "        with contextlib.nullcontext():\n            if now >= self._checked",
-        WATCH + "twice_a_second",
+        WATCH + "share_one",
     ),
     Break(
         6,

@@ -141,3 +141,17 @@ def test_a_port_is_not_knocked_at_twice_a_second(config: waker.Config) -> None:
                 assert connection.recv(1) == b""  # it has hung up
         with pytest.raises(BlockingIOError):
             port.accept()
+
+
+def test_those_who_ask_at_the_same_time_share_one_check(config: waker.Config) -> None:
+    """It takes its time: the port that both systems share accepts, and is silent."""
+    with bind("127.0.0.1", 0) as port, ThreadPoolExecutor(5) as pool:
+        port.listen(9)
+        number = int(port.getsockname()[1])
+        machine = config.machine._replace(initrd_port=number, system_port=number)
+        seen = pool.map(waker.Watcher(machine).check, [100] * 5)
+        assert set(seen) == {waker.PortStates(CLOSED, CLOSED)}
+        port.setblocking(False)
+        port.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            port.accept()
