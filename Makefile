@@ -120,8 +120,12 @@ bench: $(VENV)/done dist/waker ## compare waker with an empty server and ssh, as
 	$(BIN)/python tests/bench.py
 
 screenshots: $(VENV)/done ## take pictures of the page in every state
+	mkdir -p dist/screenshots docs/images
 	$(BIN)/python -m pytest --numprocesses 3 $(PYTEST_ARGS) -k every_state \
-		--screenshots tests/screenshots tests/test_page.py
+		--screenshots dist/screenshots tests/test_page.py
+	cp "dist/screenshots/off, light.png" docs/images/off.png
+	cp "dist/screenshots/unlocking, light.png" docs/images/unlocking.png
+	cp "dist/screenshots/up after a start, light.png" docs/images/up.png
 
 lint: $(VENV)/done ## run ruff and mypy
 	$(BIN)/ruff check

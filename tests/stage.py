@@ -216,8 +216,10 @@ def during_a_start(phone: Phone, client: Client) -> Iterator[str]:
     phone.reads("Stop watching (the server keeps booting)")
     yield "booting"
     phone.tell("up", "done", "up", UP, 0, 38, 42, 62, 62).reads("It took 1:02.")
-    yield "up, after a start"
-    phone.open_details("Details").reads("Waking 0:38, Unlocking 0:04, Booting 0:20")
+    yield "up after a start"
+    phone.open_details("Details").reads(
+        "0:38 to the passphrase prompt, 0:04 to unlock, 0:20 to boot."
+    )
     yield "up, details"
     phone.open_details("Details").tell("off").sees("off")
     phone.tell("off", "waking", "", PACKET, 0, 2).reads("Usually up within 1:02.")

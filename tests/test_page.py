@@ -7,24 +7,29 @@ Where a test needs an answer that takes a real machine minutes, or a bad network
 import contextlib
 import ctypes.util
 import itertools
+import os
 import re
 import struct
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe  # type: ignore[import-untyped]
-from conftest import PASSPHRASE, PIN, Client, need, running
+from certificate import new_certificate
+from conftest import CHECKOUT, PASSPHRASE, PIN, Client, need, running, serving, wait_for
 from cryptroot_unlock import Disks
 from homelab import Homelab
 from playwright.sync_api import Browser, Playwright, Route, expect, sync_playwright
+from slow_line import slow_line
 from stage import Phone, after_a_start, before_a_start, during_a_start
 
 import waker
 
 SOURCE = Path(waker.__file__).with_name("ui.html").read_text()
+FONTS = CHECKOUT / "tests/browsers/fonts.conf"
 # What the console tells of a request that was refused or lost on purpose.
 EXPECTED = re.compile(r"Failed to load resource: (.* (40[019]|429|500) |net::ERR_)")
 expect.set_options(timeout=60_000)
@@ -42,7 +47,12 @@ def playwright() -> Iterator[Playwright]:
 def chromium(playwright: Playwright) -> Iterator[Browser]:
     browser = playwright.chromium.launch(
         executable_path=need("chromium"),
-        args=["--no-sandbox", "--host-resolver-rules=MAP waker.lan 127.0.0.1"],
+        args=[
+            "--no-sandbox",
+            "--host-resolver-rules=MAP waker.lan 127.0.0.1",
+            "--ignore-certificate-errors",  # in a context, it would cost a connection
+        ],
+        env={**os.environ, "FONTCONFIG_FILE": str(FONTS)},
     )
     with contextlib.closing(browser):
         yield browser
@@ -100,6 +110,9 @@ LOW = """() => [...document.querySelectorAll("button, input, summary")]
         const { width, height } = e.getBoundingClientRect();
         return width < 44 || height < 44;
     }).map((e) => e.id)"""
+# Of the card, with as much room below it as above.
+HEIGHT = """(({top, bottom}) => top + bottom)(
+    document.querySelector("main").getBoundingClientRect())"""
 # In the dark only the colours differ.
 RULES: dict[Any, dict[str, str]] = {"light": {}, "dark": {"runOnly": "color-contrast"}}
 
@@ -113,14 +126,16 @@ def test_every_state_is_accessible_and_fits_a_small_screen(
     page = phone.page
     page.add_init_script(Axe().axe_script)
     for state in go(phone, api):
-        page.set_viewport_size({"width": 390, "height": 600})
+        page.set_viewport_size({"width": 390, "height": 640})
         for scheme, rules in RULES.items():
             page.emulate_media(color_scheme=scheme)
             found = page.evaluate("(rules) => axe.run(rules)", rules)
             assert found["violations"] == [], (state, scheme)
             if folder:
+                height = page.evaluate(HEIGHT)
+                clip: Any = {"x": 0, "y": 0, "width": 390, "height": height}
                 name = f"{folder}/{state}, {scheme}.png"
-                page.screenshot(path=name, animations="disabled")
+                page.screenshot(path=name, animations="disabled", clip=clip)
         page.set_viewport_size({"width": 320, "height": 640})
         assert page.evaluate(LOW) == [], state
         for size in ("200%", "100%"):
@@ -239,7 +254,7 @@ def test_steps_times_and_the_usual_duration_are_those_of_the_daemon(
     phone.reads("Starting 1:00").reads("You can close this page.")
     steps = phone.page.locator("li")
     taken = steps.evaluate_all("(steps) => steps.map((li) => li.dataset.took ?? '')")
-    assert taken == ["0:38", "0:04", ""]
+    assert taken == ["", "0:38", "0:04", ""]
     assert "Usually" not in phone.page.inner_text("main")
     phone.tell("up", "done", "up", "Fine.", 0, 38, 42, 62, 62).sees("up")
     expect(phone.page).to_have_title("Up \N{EN DASH} Home server")
@@ -442,6 +457,67 @@ def test_a_missed_check_forgets_nothing(api: Client, phone: Phone) -> None:
     phone.lose_connection().reads("Can't reach waker. Retrying…").sees("up")
     phone.tell("unknown").log_in_again().sees("unknown")
     assert phone.buttons() == ["Try anyway"]
+
+
+def test_a_connection_that_hangs_blinds_the_page_for_less_than_6_s(
+    api: Client, lab: Homelab, phone: Phone
+) -> None:
+    """As when a phone leaves its Wi-Fi."""
+    with slow_line(api.port) as line:
+        phone.page.goto(f"http://127.0.0.1:{line.port}/")
+        phone.give_pin().sees("off")
+        line.hanging = 1
+        wait_for(lambda: line.hanging == 0)
+        api.log_in().call("POST", "/api/wol")
+        began = time.monotonic()
+        phone.sees("locked")
+        assert time.monotonic() - began < 6
+
+
+# Twenty times a second: what is seen, and where all of it is.
+WATCH = """() => {
+    window.seen = [];
+    setInterval(() => {
+        const boxes = [...document.querySelectorAll("h1, button, input, li, #message")]
+            .filter((e) => e.getClientRects().length)
+            .map((e) => [e.id, e.getBoundingClientRect().top]);
+        const text = (id) => document.getElementById(id).textContent;
+        const view = document.querySelector("main").dataset.view;
+        seen.push([view, text("age"), JSON.stringify(boxes)]);
+    }, 50);
+}"""
+
+
+@pytest.mark.browsers
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_with_round_trips_of_2_s_nothing_jumps_and_nothing_is_false(
+    scheme: str, tmp_path: Path, new_phone: NewPhone
+) -> None:
+    """Two minutes, with a whole start in them."""
+    lab = Homelab(tmp_path, disks=Disks({"cryptroot": PASSPHRASE}), pace=10)
+    settings = {"WAKER_PIN": PIN} | lab.settings()
+    if scheme == "https":
+        settings |= new_certificate(tmp_path).settings()
+    config = waker.read_config(settings, tmp_path)
+    config = config._replace(packet_port=lab.packet_port)
+    unlocker = waker.Unlocker(config, Path(waker.__file__), os.environ)
+    app = waker.App(config, unlocker, waker.make_tls(config))
+    with contextlib.closing(lab), serving(app) as client:
+        with slow_line(client.port, 2) as line:
+            phone = new_phone()
+            phone.page.goto(f"{scheme}://127.0.0.1:{line.port}/")
+            phone.page.evaluate(WATCH)
+            phone.give_pin().sees("off")
+            phone.page.wait_for_timeout(30_000)
+            phone.start().sees("starting").sees("up")
+            phone.page.wait_for_timeout(30_000)
+            seen = phone.page.evaluate("seen")
+    assert {age for _, age, _ in seen} == {""}
+    views = [view for view, _ in itertools.groupby(view for view, _, _ in seen)]
+    assert views == ["pin", "off", "starting", "up"]
+    for view in views:
+        places = {place for seen_view, _, place in seen if seen_view == view}
+        assert len(places) == 1, (view, places)
 
 
 def test_a_start_is_made_once_and_can_be_cancelled(
