@@ -23,6 +23,13 @@ class SlowLine:
         server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.port = int(server.sockets[0].getsockname()[1])
 
+    async def end(self) -> None:
+        """Drop all connections."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _accept(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -72,5 +79,6 @@ def slow_line(target: int, round_trip: float = 0) -> Iterator[SlowLine]:
     try:
         yield line
     finally:
+        asyncio.run_coroutine_threadsafe(line.end(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()

@@ -5,11 +5,13 @@ does all of it, and adds the oldest engines: `-m browsers`.
 """
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import PASSPHRASE, PIN, Client, running, wait_for
-from engines import Engine, firefox, qt, webkit
+from conftest import CHECKOUT, PASSPHRASE, PIN, Client, running, wait_for
+from engines import Engine, firefox, need_package, qt, webkit
+from lightningcss import process_stylesheet
 
 import waker
 
@@ -91,6 +93,28 @@ def test_the_journey(name: str, api: Client, tmp_path: Path) -> None:
     with ENGINES[name](tmp_path) as engine:
         walk(Person(engine, api))
         assert_it_is_whole(engine)
+
+
+def test_no_syntax_is_newer_than_the_oldest_browsers() -> None:
+    """Translated for them, styles and scripts stay as they are."""
+    source = CHECKOUT.joinpath("ui.html").read_text()
+    (style,) = re.findall("(?s)<style>(.*?)</style>", source)
+    # It is older, but the translator adds what light-dark() would need with it.
+    style = style.replace("color-scheme: light dark;", "")
+    oldest = ["safari 15.4", "ios_saf 15.4", "chrome 105", "firefox 115"]
+    translated = process_stylesheet(style, browsers_list=oldest)
+    assert translated == process_stylesheet(style)
+    guard, module = re.findall("(?s)<script[^>]*>(.*?)</script>", source)
+    targets = {"es5": guard, "safari15.4,chrome105,firefox115": module}
+    for target, script in targets.items():
+        results = []
+        for each in (target, "esnext"):
+            command = [need_package("esbuild", "esbuild"), f"--target={each}"]
+            run = subprocess.run(
+                command, input=script, text=True, capture_output=True, check=False
+            )
+            results.append((run.returncode, run.stderr, run.stdout))
+        assert results[0] == results[1] == (0, "", results[0][2])
 
 
 @everywhere
