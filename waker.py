@@ -14,7 +14,7 @@ The rules of this file:
 2. Parse input once, on entry. Code past that point relies on the parsed value.
 3. Handlers return a Response. One function turns every error into JSON.
 4. The route table says which requests need a token.
-5. I/O is kept in few functions. Only commands use arguments, signals and
+5. Keep I/O in few functions. Only commands use arguments, signals and
    the environment.
 6. Nothing at module level changes. Requests carry `now`; only code that waits, or
    reports progress, reads the clock.
@@ -51,6 +51,7 @@ import traceback
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -194,13 +195,16 @@ class FileKind(NamedTuple):
             content = path.read_bytes().decode("latin-1")
         except FileNotFoundError:
             return f"{path} is missing; correct the path, or {self.remedy.format(path)}"
+        except PermissionError:
+            advice = "use sudo; for the service, keep the file in /etc/waker"
+            return f"{path} cannot be read; {advice}"
         except OSError as error:
-            advice = "use sudo, or for the service, keep it in /etc/waker"
-            return f"{path}: {error.strerror}; {advice}"
-        if content == "\n":  # waker.service passes a single newline for a missing file
+            return f"{path}: {error.strerror}; correct the path"
+        # waker.service passes a single newline for a missing file.
+        if content == "\n" and "credentials" in path.parts:
             source = f"/etc/waker/{path.name}"
             return f"{source} is missing; {self.remedy.format(source)}"
-        if not content:
+        if not content.strip():
             return f"{path} is empty; {self.remedy.format(path)}"
         for beginning, fix in self.wrong:
             if re.match(beginning, content):
@@ -217,14 +221,20 @@ PKCS8_FIX: Final = (
 # How common wrong files begin, and the fix. The first match wins.
 NOT_KEYS: Final = (
     (r"(ssh|ecdsa)-", "is a public key; name the private one, without .pub"),
-    (r"PuTTY-", "is PuTTY's; run puttygen {0} -O private-openssh -o {0}.new"),
-    (r"\0\0\0", "is dropbear's; run dropbearconvert dropbear openssh {0} {0}.new"),
+    (r"PuTTY-", "is in PuTTY's format; run puttygen {0} -O private-openssh -o {0}.new"),
+    (
+        r"\0\0\0",
+        "is in dropbear's format; run dropbearconvert dropbear openssh {0} {0}.new",
+    ),
     (r"(?s)(?!.*PRIVATE KEY)", "must be an Ed25519, ECDSA or RSA private key"),
 )
-NOT_SSH_KEYS: Final = ((r"\s*-+BEGIN PRIVATE KEY", PKCS8_FIX), *NOT_KEYS)
+NOT_SSH_KEYS: Final = (
+    (r"\s*-+BEGIN (ENCRYPTED )?PRIVATE KEY", PKCS8_FIX),
+    *NOT_KEYS,
+)
 MAKE_KEY: Final = "make it with: ssh-keygen -t ed25519 -N '' -f {}"
 MAKE_CERT: Final = (
-    "make both with: openssl req -x509 -newkey rsa:3072 -nodes -days 365"
+    "make certificate and key with: openssl req -x509 -newkey rsa:3072 -nodes -days 365"
     " -subj /CN=waker -keyout key.pem -out cert.pem"
 )
 SSH_KEY: Final = FileKind(MAKE_KEY, NOT_SSH_KEYS, private=True)
@@ -261,7 +271,7 @@ class Outcome(enum.Enum):
     WRONG_PASSPHRASE = "wrong_passphrase", "Wrong passphrase for "
     GAVE_UP = (
         "gave_up",
-        "the server stopped asking for the passphrase. Someone must restart it",
+        "the server stopped asking for the passphrase and must be restarted",
     )
     ASKS = "not_confirmed", f"{SENT_BUT}a disk is still asking"
     ONE_MORE = "not_confirmed", f"{SENT_BUT}another disk is asking; unlock again"
@@ -903,6 +913,8 @@ class Session:
         except SHORTAGES:
             if not self._answered:
                 return Result.of(Outcome.NO_MEMORY, sent=False)
+            if self._answered <= set(self._opened):  # nothing is in doubt
+                return Result.of(Outcome.UNLOCKED, self._list(self._opened), sent=True)
             return self._explain_failure(Outcome.NO_MEMORY, [])
 
 
@@ -1045,6 +1057,8 @@ def parse_host(text: str) -> str:
     address = ipaddress.ip_address(host)
     if address.is_multicast or address.is_unspecified or host == "255.255.255.255":
         raise ValueError
+    if ":" in host and address.is_link_local:  # it would need a scope ID
+        raise ValueError
     return host
 
 
@@ -1082,7 +1096,8 @@ KEY_FORM: Final = (
     "a line such as ssh-ed25519 AAAA...; the whole key, not its fingerprint"
 )
 PROXY_FORM: Final = (
-    "addresses such as 10.0.0.2,10.0.0.3; a network ends in zeros, as in 10.0.0.0/24"
+    "addresses such as 10.0.0.2,10.0.0.3; the host part of a network must be zero, as"
+    " in 10.0.0.0/24"
 )
 SETTINGS: Final[tuple[Setting, ...]] = (
     ("WAKER_HOMELAB_HOST", "", parse_host, ADDRESS_FORM),
@@ -1170,7 +1185,10 @@ def find_conflicts(parsed: Mapping[str, Any]) -> Iterator[str]:
         yield "WAKER_HOMELAB_BROADCAST must be set: WAKER_HOMELAB_HOST is IPv6"
     if broadcast == host:
         yield "WAKER_HOMELAB_HOST and WAKER_HOMELAB_BROADCAST must differ"
-    if (get("WAKER_TLS_CERT") is None) != (get("WAKER_TLS_KEY") is None):
+    tls = [
+        parsed[name] for name in ("WAKER_TLS_CERT", "WAKER_TLS_KEY") if name in parsed
+    ]
+    if len(tls) == 2 and bool(tls[0]) != bool(tls[1]):
         yield "WAKER_TLS_CERT and WAKER_TLS_KEY must both be set"
     host_keys = get("WAKER_SSH_HOST_KEY")
     for name, kind in FILES:
@@ -1196,7 +1214,8 @@ def parse_settings(count: int, values: Mapping[str, str], folder: Path) -> list[
         except ValueError:
             mistake = f"must be {form}"
             if not text:
-                mistake = f"is not set; add a line `{name}=...` with"
+                mistake = "is not set (names without WAKER_ are ignored); add a line"
+                mistake += f" `{name}=...` with"
                 mistake += f" {form.partition(';')[0]}"
             mistakes.append(f"{name} {mistake}")
         else:
@@ -1904,12 +1923,12 @@ def explain_listening(error: OSError, where: Address) -> str:
     """Explain why a port cannot be opened."""
     host, port = where
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} is in use by another program, or waker is running already"
+        return f"port {port} is in use; waker may be running already"
     if error.errno == errno.EACCES:
         return f"port {port} is for root only; set WAKER_LISTEN to a port above 1023"
     if error.errno == errno.EADDRNOTAVAIL:
         return f"{host} is not an address of this box; correct WAKER_LISTEN"
-    return os.strerror(error.errno or 0)
+    return f"{os.strerror(error.errno or 0)}; correct WAKER_LISTEN"
 
 
 class State(enum.Enum):
@@ -1918,7 +1937,7 @@ class State(enum.Enum):
     BUSY = "working, or reading what has arrived"
     READING = "waiting for the client to send"
     WRITING = "waiting for the client to take the answer, or to close"
-    DROPPED = "about to end, to make room"
+    DROPPED = "about to end: the connection was closed"
 
 
 class Connection:
@@ -1946,7 +1965,7 @@ class Connection:
             socket.socket.shutdown(self._tcp, socket.SHUT_RDWR)
 
     def _transfer(self, action: Callable[[], Any], waiting: State) -> Any:
-        """Receive or send; have a state while it must wait. Raises: OSError."""
+        """Receive or send; set the state `waiting` while it blocks. Raises: OSError."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
@@ -2143,13 +2162,17 @@ def check_packet(config: Config) -> Finding:
         what = f"the server {host}" if config == limited else "WAKER_HOMELAB_BROADCAST"
         problem = f"{what} is on another network, and routers stop broadcasts"
     if config != limited and not problem:
-        with contextlib.suppress(PermissionError):  # so it is a broadcast address
+        with contextlib.suppress(PermissionError):  # raised for a broadcast address
             find_source(config, may_broadcast=False)
-            problem = "not this network's broadcast address, and a sleeping server"
-            problem += " does not answer at its own address"
-        if ":" not in host and find_source(limited) != find_source(config):
-            problem = f"but {host} is reached from {find_source(limited)}; is"
-            problem += " WAKER_HOMELAB_BROADCAST right?"
+            problem = (
+                "not a broadcast address of this network; a sleeping server cannot"
+            )
+            problem += " receive packets sent to its own address"
+        with contextlib.suppress(OSError):  # there is no IPv4 route to the server
+            reached_from = find_source(limited)
+            if reached_from != find_source(config):
+                problem = f"{host} is reached from {reached_from} instead; is"
+                problem += " WAKER_HOMELAB_BROADCAST right?"
     if problem:
         return "magic packet", f"{route}; {problem}", HINT
     return "magic packet", route, OK
@@ -2159,21 +2182,25 @@ def check_certificate(path: Path) -> Finding:
     """Check whether a certificate is still valid."""
     subject = "certificate"
     try:
-        from cryptography import x509  # which paramiko needs as well
-    except ImportError:
+        from cryptography import x509  # a dependency of paramiko
+    except (ImportError, AttributeError):
         return subject, f"not checked: {NO_PARAMIKO}", HINT
-    certificate = x509.load_pem_x509_certificate(path.read_bytes())
+    try:
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+    except ValueError:
+        return subject, "its dates could not be read", HINT
     # Version 38, as in Debian 12, lacks the newer names.
     begin = getattr(certificate, "not_valid_before_utc", None)
     end = getattr(certificate, "not_valid_after_utc", None)
-    first = f"{begin or certificate.not_valid_before:%Y-%m-%d}"
-    last = f"{end or certificate.not_valid_after:%Y-%m-%d}"
-    today = time.strftime("%Y-%m-%d", time.gmtime())
-    if today < first:
-        return subject, f"not valid before {first}; is this box's clock right?", HINT
-    if last < today:
-        return subject, f"expired on {last}; browsers will warn", HINT
-    return subject, f"valid until {last}", OK
+    begin = begin or certificate.not_valid_before.replace(tzinfo=UTC)
+    end = end or certificate.not_valid_after.replace(tzinfo=UTC)
+    now = datetime.now(UTC)
+    if now < begin:
+        problem = f"not valid before {begin:%Y-%m-%d}; is this box's clock right?"
+        return subject, problem, HINT
+    if end < now:
+        return subject, f"expired on {end:%Y-%m-%d}; browsers will warn", HINT
+    return subject, f"valid until {end:%Y-%m-%d}", OK
 
 
 def check_unlocking(machine: Machine, *, in_initrd: bool) -> Iterator[Finding]:
@@ -2218,10 +2245,16 @@ def interpret_banner(subject: str, banner: str, dialect: str) -> tuple[str, str]
     """Return what an open port's SSH banner may mean, and a verdict."""
     if subject == "system's port" and "dropbear" in banner:
         return "; this is dropbear: are the two ports swapped?", HINT
-    if subject != "initrd's port":
+    if subject == "system's port":
         return "", OK
+    if not banner:
+        return "; is this an SSH server?", HINT
+    if re.match("Not allowed|Exceeded", banner):
+        return "; it refuses connections for now, so try again in a minute", HINT
     if not banner.startswith("SSH-"):
         return "; this is not an SSH server", WRONG
+    if subject == "shared port":
+        return "", OK
     if dialect == "cryptroot" and "OpenSSH" in banner:
         question = "is this the booted system? If not, set WAKER_INITRD=systemd"
         return f"; {question}", WRONG
@@ -2231,31 +2264,41 @@ def interpret_banner(subject: str, banner: str, dialect: str) -> tuple[str, str]
 
 
 def is_own_address(host: str) -> bool:
-    """Return whether an address, if not loopback, is one of this box's."""
+    """Return whether an address is this box's own or a broadcast address.
+
+    Loopback is accepted: the demo's server is there.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as udp:
-        try:
-            udp.bind((host, 0))
-        except OSError:
-            return False
-    return not ipaddress.ip_address(host).is_loopback
+    source = ""
+    is_single = False
+    # Without a route, it fails.
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as udp:
+        udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+        udp.connect((host, 9))
+        source = udp.getsockname()[0]
+        udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 0)
+        udp.connect((host, 9))  # fails for a broadcast address
+        is_single = True
+    is_other = source != host and is_single
+    return bool(source) and not is_other and not host.startswith(("127.", "::1"))
 
 
 def check_mac(config: Config) -> Iterator[Finding]:
     """Compare the MAC address with this box's own, and with what ARP has found."""
     subject, mac = "MAC address", config.mac.hex(":")
-    own = [path.read_text() for path in Path("/sys/class/net").glob("*/address")]
-    if f"{mac}\n" in own:
-        yield subject, f"{mac} is this box's own; take the server's", WRONG
-    for line in Path("/proc/net/arp").read_text().splitlines():
-        host, _, flags, seen, *_ = line.split()
-        if host != config.machine.host or flags == "0x0":
-            continue
-        if seen == mac:
-            yield subject, f"{host} answers from it", OK
+    with contextlib.suppress(OSError):  # an interface has just gone
+        own = [path.read_text() for path in Path("/sys/class/net").glob("*/address")]
+        if f"{mac}\n" in own:
+            yield subject, f"{mac} is this box's own; take the server's", WRONG
+        entry = rf"(?m)^{re.escape(config.machine.host)} .* (..:..:..:..:..:..) "
+        found = re.search(entry, Path("/proc/net/arp").read_text())
+        if not found or found[1] == "00:00:00:00:00:00":
+            return
+        if found[1] == mac:
+            yield subject, f"matches this box's ARP entry for {config.machine.host}", OK
         else:
-            hint = f"{host} answers from {seen}, not from {mac}; compare with `ip link`"
-            yield subject, f"{hint} on the server", HINT
+            hint = f"{config.machine.host} has {found[1]} according to ARP, not {mac};"
+            yield subject, f"{hint} compare with `ip link` on the server", HINT
 
 
 def check_machine(machine: Machine) -> Iterator[Finding]:
@@ -2292,7 +2335,7 @@ def check_listening(config: Config) -> Finding:
         hint = "only if waker runs as root; waker.service does not"
         return "web port", f"{port} is free, but {hint}", HINT
     if ipaddress.ip_address(config.listen[0]).is_loopback:
-        hint = "only for this box, which is right behind a proxy on it"
+        hint = "only this box can connect; that is right if a proxy runs here"
         return "web port", f"{port} is free, but {hint}", HINT
     return "web port", f"{port} is free", OK
 
@@ -2310,11 +2353,11 @@ def check(config: Config, file: Path | None) -> Iterator[Finding]:
         yield check_certificate(config.tls_cert)
     wide = [str(network) for network in config.proxies if network.num_addresses > 1]
     if wide:
-        risk = "could evade the limit of PIN attempts; name only the proxy"
-        yield "proxy", f"everyone in {' and '.join(wide)} {risk}", HINT
+        risk = "could evade the limit on PIN attempts; name only the proxy"
+        yield "proxy", f"any host in {' and '.join(wide)} {risk}", HINT
     yield check_packet(config)
     yield from check_machine(config.machine)
-    yield from check_mac(config)  # after it: an answer fills the ARP table
+    yield from check_mac(config)  # last: the probes fill the ARP table
 
 
 # ---- Commands ------------------------------------------------------------------------
@@ -2342,9 +2385,7 @@ def make_tls(config: Config) -> "ssl.SSLContext | None":
     except OSError as error:  # which does not say which file
         form = "must be a certificate and its private key, both PEM, not encrypted"
         if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
-            form = (
-                "do not belong together; the server's own certificate must come first"
-            )
+            form = "do not match; waker's own certificate must come first in its file"
         raise ConfigError(f"WAKER_TLS_CERT and WAKER_TLS_KEY {form}") from None
     return context
 
@@ -2399,7 +2440,7 @@ def unlock_once(machine: Machine, seconds: int) -> Result:
         reason = f"no passphrase was entered within {seconds} s"
         return Result.of(Outcome.ERROR, reason, sent=False)
     except (EOFError, KeyboardInterrupt):
-        return Result.of(Outcome.ERROR, "no passphrase was typed", sent=False)
+        return Result.of(Outcome.ERROR, "no passphrase was entered", sent=False)
     except (ValueError, OSError):
         reason = "a passphrase is 1 to 512 bytes of UTF-8 without control characters"
         return Result.of(Outcome.ERROR, reason, sent=False)
@@ -2473,7 +2514,8 @@ def main(argv: Sequence[str]) -> int:
             machine = Machine(*parse_settings(len(Machine._fields), values, folder))
             try:
                 result = unlock_once(machine, arguments.seconds)
-                print(json.dumps(result._asdict()), flush=True)
+                with contextlib.suppress(BrokenPipeError):  # the daemon has gone
+                    print(json.dumps(result._asdict()), flush=True)
             except Exception as error:  # noqa: BLE001 - its text might quote a secret
                 log(describe_bug(error))
                 os._exit(os.EX_SOFTWARE)

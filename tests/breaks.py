@@ -245,8 +245,8 @@ BREAKS = (
     Break(
         4,
         "a certificate needs its key",
-        'if (get("WAKER_TLS_CERT") is None) != (get("WAKER_TLS_KEY") is None):',
-        'if get("WAKER_TLS_CERT") == 0:',
+        "if len(tls) == 2 and bool(tls[0]) != bool(tls[1]):",
+        "if len(tls) == 3:",
         CONFIG + "fit_each_other",
     ),
     Break(

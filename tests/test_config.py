@@ -64,9 +64,9 @@ def test_a_right_value_has_one_meaning(
 
 HOST = f"must be {waker.ADDRESS_FORM}"
 MAC = f"must be {waker.MAC_FORM}"
-SUDO = "use sudo, or for the service, keep it in /etc/waker"
 PROXIES = f"must be {waker.PROXY_FORM}"
 KEYS = "must be a line such as ssh-ed25519 AAAA...; the whole key, not its fingerprint"
+PIN_LINE = "`WAKER_PIN=...` with 8 to 128 characters, without a space at either end"
 PIN_FORM = "8 to 128 characters, without a space at either end"
 DIGITS = f"must be {PIN_FORM}"
 LISTEN = "must be ADDRESS:PORT such as 0.0.0.0:8080"
@@ -79,7 +79,7 @@ LISTEN = "must be ADDRESS:PORT such as 0.0.0.0:8080"
         (
             "WAKER_PIN",
             "",
-            f"is not set; add a line `WAKER_PIN=...` with {PIN_FORM}",
+            f"is not set (names without WAKER_ are ignored); add a line {PIN_LINE}",
         ),
         ("WAKER_PIN", "2468101|2468101\udcff", DIGITS),
         ("WAKER_PIN", "x" * 129, DIGITS),
@@ -87,7 +87,7 @@ LISTEN = "must be ADDRESS:PORT such as 0.0.0.0:8080"
         ("WAKER_HOMELAB_MAC", "525400123456|52:54:00-12-34-56|52:54:00:12:34:5g", MAC),
         ("WAKER_HOMELAB_MAC", "52:54:00:12:34:56\n|52:54:00:12:34", MAC),
         ("WAKER_HOMELAB_MAC", "00:00:00:00:00:00|01:00:5e:00:00:01", MAC),
-        ("WAKER_HOMELAB_HOST", "nas.lan|fe80::1%eth0", HOST),
+        ("WAKER_HOMELAB_HOST", "nas.lan|fe80::1%eth0|fe80::1", HOST),
         ("WAKER_HOMELAB_BROADCAST", "::1", "must be an IPv4 address"),
         ("WAKER_HOMELAB_NAME", "bell\a", "must be a name of at most 64 characters"),
         ("WAKER_HOMELAB_NAME", "x" * 65, "must be a name of at most 64 characters"),
@@ -102,7 +102,7 @@ LISTEN = "must be ADDRESS:PORT such as 0.0.0.0:8080"
             "x",
             f"{{0}} is missing; correct the path, or {waker.MAKE_KEY.format('{0}')}",
         ),
-        ("WAKER_SSH_KEY", "ssh_key/x", f"{{0}}: Not a directory; {SUDO}"),
+        ("WAKER_SSH_KEY", "ssh_key/x", "{}: Not a directory; correct the path"),
         ("WAKER_SSH_HOST_KEY", f"{FINGERPRINT}|{BLOB}|@revoked {KEY}", KEYS),
         ("WAKER_SSH_HOST_KEY", f"{KEY[:-4]}|{KEY}*|ssh-ed25519 {BLOB[:20]}", KEYS),
         ("WAKER_SSH_HOST_KEY", f"ecdsa-sha2-nistp384 {NISTP256}", KEYS),
@@ -126,8 +126,8 @@ def test_a_wrong_value_is_told_with_the_remedy(
         assert faults(good | {name: value}, tmp_path) == [fault]
 
 
-PUTTY = "is PuTTY's; run puttygen {0} -O private-openssh -o {0}.new"
-DROPBEAR = "is dropbear's; run dropbearconvert dropbear openssh {0} {0}.new"
+PUTTY = "is in PuTTY's format; run puttygen {0} -O private-openssh -o {0}.new"
+DROPBEAR = "is in dropbear's format; run dropbearconvert dropbear openssh {0} {0}.new"
 OPEN = "is open to others; chmod 600 {}"
 
 

@@ -396,7 +396,7 @@ def test_unlock_by_hand_takes_utf8_in_any_locale(tmp_path: Path) -> None:
 # Under nohup, ^C would be ignored.
 PROMPT = 'exec setsid --ctty env --default-signal=INT "$@"'
 FORM = "a passphrase is 1 to 512 bytes of UTF-8 without control characters"
-NOTHING = "no passphrase was typed"
+NOTHING = "no passphrase was entered"
 
 
 @pytest.mark.parametrize(

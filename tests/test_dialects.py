@@ -30,7 +30,7 @@ UNLOCKED = "unlocked: Unlocked: "
 WRONG = "wrong_passphrase: Wrong passphrase for disk "
 CAREFUL = "Be careful: after another wrong passphrase, systemd may give up"
 GAVE_UP = (
-    "gave_up: the server stopped asking for the passphrase. Someone must restart it."
+    "gave_up: the server stopped asking for the passphrase and must be restarted."
     " The passph"
 )
 UNCONFIRMED = (

@@ -560,7 +560,10 @@ def test_a_wrong_certificate_is_told(certificate: Certificate, tmp_path: Path) -
     locked = new_certificate(tmp_path, passphrase=b"x")
     cert = str(certificate.cert)
     for files, words in (
-        ((cert, "/nowhere"), "KEY /nowhere is missing; correct the path, or make both"),
+        (
+            (cert, "/nowhere"),
+            "KEY /nowhere is missing; correct the path, or make certificate and key",
+        ),
         ((cert, cert), "must be an Ed25519, ECDSA or RSA private key"),
         ((cert, str(locked.key)), "both PEM, not encrypted"),
     ):

@@ -87,7 +87,9 @@ HTTP_SAYS = "HTTP/1.0 400 Bad request"
 OWN_ADDRESS = "WAKER_HOMELAB_HOST must be the server's own IP address"
 GROUP = "WAKER_HOMELAB_MAC must be a MAC address.* not a group address"
 WHOLE_PATH = "must be the path of .*; write the full path, without ~"
-PIN_UNSET = r"WAKER_PIN is not set; add a line `WAKER_PIN=\.\.\.` with 8 to 128"
+PIN_UNSET = (
+    r"WAKER_PIN is not set \(names without WAKER_ are ignored\); add a line `WAKER_PIN"
+)
 JOIN = "write NAME=value without `export`, or join it to the line above"
 KEYGEN = "ssh-keygen -t ed25519 -N '' -f {folder}/none"
 ALL_CAUSES = (
@@ -116,8 +118,8 @@ MISTAKES = {
         status=0,
     ),
     "key of another certificate": Mistake(
-        "WAKER_TLS_CERT and WAKER_TLS_KEY do not belong together; the server's own"
-        " certificate must come first",
+        "WAKER_TLS_CERT and WAKER_TLS_KEY do not match; waker's own certificate must"
+        " come first in its file",
         TLS,
         files={
             "cert.pem": certificate(Ed25519PrivateKey.generate(), 2024, 2090),
@@ -125,7 +127,7 @@ MISTAKES = {
         },
     ),
     "whole network as proxy": Mistake(
-        "- +proxy +everyone in 192.168.1.0/24 could evade the limit of PIN attempts",
+        "- +proxy +any host in 192.168.1.0/24 could evade the limit on PIN attempts",
         {"WAKER_TRUSTED_PROXY": "192.168.1.0/24"},
         status=0,
     ),
@@ -186,14 +188,25 @@ MISTAKES = {
         f"{KEYGEN}$",
         {"WAKER_SSH_KEY": "none"},
     ),
-    "missing SSH key of the service": Mistake(
-        "WAKER_SSH_KEY /etc/waker/ssh_key is missing; make it with: .* -f"
-        " /etc/waker/ssh_key$",
+    "key file of one line end": Mistake(
+        "WAKER_SSH_KEY {folder}/ssh_key is empty; make it with: ssh-keygen .*/ssh_key$",
         files={"ssh_key": b"\n"},
     ),
+    "waker.env of one line end": Mistake(
+        "^{folder}/waker.env is empty; copy waker.env.example there and edit it$",
+        files={"waker.env": b"\n"},
+    ),
+    "encrypted key in PKCS#8": Mistake(
+        "ssh_key is in PKCS#8 format; convert it with: ssh-keygen -p",
+        files={
+            "ssh_key": OWN.private_bytes(
+                Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
+            )
+        },
+    ),
     "missing certificate": Mistake(
-        "WAKER_TLS_CERT {folder}/cert.pem is missing; correct the path, or make both"
-        " with: openssl req .*",
+        "WAKER_TLS_CERT {folder}/cert.pem is missing; correct the path, or make"
+        " certificate and key with: openssl req .*",
         TLS,
     ),
     "tilde in a path": Mistake(WHOLE_PATH, {"WAKER_SSH_KEY": "~/.ssh/id_ed25519"}),
@@ -215,14 +228,14 @@ MISTAKES = {
         PIN_UNSET, {"WAKER_PIN": ""}, 'Environment="WAKER_PIN=24681012"'
     ),
     "serve at a port in use": Mistake(
-        "^WAKER_LISTEN: port {taken} is in use by another program, or waker is",
+        "^WAKER_LISTEN: port {taken} is in use; waker may be running already",
         {"WAKER_LISTEN": "127.0.0.1:{taken}"},
         banner=OPENSSH,
         status=1,
         command="serve",
     ),
     "check at a port in use": Mistake(
-        "- +web port +port {taken} is in use by another program, or waker is",
+        "- +web port +port {taken} is in use; waker may be running already",
         {"WAKER_LISTEN": "127.0.0.1:{taken}"},
         banner=OPENSSH,
         status=0,
@@ -234,7 +247,7 @@ MISTAKES = {
         command="serve",
     ),
     "network with host bits": Mistake(
-        "WAKER_TRUSTED_PROXY must be .*; a network ends in zeros, as in 10.0.0.0/24",
+        "WAKER_TRUSTED_PROXY must be .*; the host part of a network must be zero",
         {"WAKER_TRUSTED_PROXY": "192.168.1.1/24"},
     ),
     "key refused": Mistake(
@@ -242,6 +255,23 @@ MISTAKES = {
         {"WAKER_INITRD_SSH_PORT": "{taken}", "WAKER_SSH_USER": "nobody"},
         banner=DROPBEAR,
         status=1,
+    ),
+    "OpenSSH that refuses for now": Mistake(
+        "- +initrd's port .* it refuses connections for now, so try again in a minute",
+        {"WAKER_INITRD_SSH_PORT": "{taken}"},
+        banner="Not allowed at this time",
+        status=1,
+    ),
+    "mail server at the shared port": Mistake(
+        "WRONG +shared port .* this is not an SSH server",
+        {"WAKER_INITRD_SSH_PORT": "{taken}", "WAKER_SYSTEM_SSH_PORT": "{taken}"},
+        banner="220 smtp",
+        status=1,
+    ),
+    "tilde in one of two TLS paths": Mistake(
+        r"\AWAKER_TLS_CERT must be the path .*\n\Z",
+        TLS | {"WAKER_TLS_CERT": "~/cert.pem"},
+        files={"key.pem": PKCS8},
     ),
     "HTTP server at the initrd's port": Mistake(
         f"WRONG +initrd's port .* says {HTTP_SAYS}; this is not an SSH server",

@@ -87,7 +87,7 @@ CLOCKED = "probe_port Command Session unlock Unlocker Starter Connection read_re
     [
         (NETWORK, "open_tcp find_source wake listen is_own_address"),
         (
-            r"\btime\.(?!sleep)\w+\(",
+            r"\b(date)?time\.(?!sleep)\w+\(",
             f"{CLOCKED} Handler check_certificate read_passphrase unlock_once",
         ),
         (rf"{OPENS}|key_file\(", f"{READERS} check_certificate check_mac main"),
