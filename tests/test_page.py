@@ -429,7 +429,12 @@ def test_an_answer_that_hangs_is_told_and_does_not_hold_back_the_next(
         phone.look()
         with silent.accept()[0] as first:
             assert first.recv(4) == b"GET "
-            phone.page.clock.run_for(3500)
+            phone.page.clock.run_for(1500)
+            silent.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                silent.accept()
+            silent.settimeout(10)
+            phone.page.clock.run_for(2000)
             with silent.accept()[0] as second:
                 assert second.recv(4) == b"GET "
                 phone.page.clock.run_for(6000)
@@ -444,7 +449,9 @@ def test_an_older_answer_never_replaces_a_newer_one(api: Client, phone: Phone) -
     phone.tell("off").open(api).give_pin().sees("off")
     phone.hold("status").look().page.clock.run_for(3500)  # another one is sent
     phone.tell("up").sees("up")
-    phone.release(200, {"name": "Home server", "state": "off", "start": None})
+    phone.page.route("**/api/status", lambda _: None)  # no further one is answered
+    with phone.page.expect_event("requestfinished"):
+        phone.release(200, {"name": "Home server", "state": "off", "start": None})
     phone.page.clock.run_for(100)
     phone.sees("up")
 
@@ -630,7 +637,9 @@ def test_a_server_can_be_woken_alone(api: Client, phone: Phone) -> None:
 
 def test_a_machine_that_is_up_is_left_in_peace(api: Client, phone: Phone) -> None:
     phone.page.clock.install()
-    phone.tell("up").open(api).give_pin().sees("up")
+    phone.tell("off").open(api).give_pin().sees("off").type_passphrase()
+    phone.tell("up").sees("up")
+    assert phone.page.locator("#passphrase").input_value() == ""
     expect(phone.page.locator("button:visible, input:visible")).to_have_count(0)
     count = len(phone.requests)
     phone.page.clock.run_for(9000)
