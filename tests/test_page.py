@@ -6,6 +6,7 @@ Where a test needs an answer that takes a real machine minutes, or a bad network
 
 import contextlib
 import ctypes.util
+import datetime as dt
 import itertools
 import os
 import re
@@ -324,7 +325,8 @@ def test_a_wrong_passphrase_is_kept_and_can_be_mended(
 ) -> None:
     wrong = "wrong "
     phone.open(api).give_pin().start(wrong)
-    phone.reads("Wrong passphrase. Try again. It ended with a space.")
+    told = "Wrong passphrase. Try again. It ended with a space."
+    expect(phone.page.locator("#message")).to_have_text(told)
     assert phone.focus() == "passphrase"
     field = phone.page.locator("#passphrase")
     expect(field).to_have_value(wrong)
@@ -454,6 +456,17 @@ def test_an_older_answer_never_replaces_a_newer_one(api: Client, phone: Phone) -
         phone.release(200, {"name": "Home server", "state": "off", "start": None})
     phone.page.clock.run_for(100)
     phone.sees("up")
+
+
+def test_a_late_401_does_not_end_a_new_token(api: Client, phone: Phone) -> None:
+    phone.page.clock.install()
+    phone.tell("off").open(api).give_pin().sees("off")
+    phone.hold("status").look().page.clock.run_for(3500)  # another one is sent
+    phone.expire().sees("pin").tell("off").give_pin().sees("off")
+    with phone.page.expect_event("requestfinished"):
+        phone.release(401, {"error": "Expired"})
+    phone.page.clock.run_for(100)
+    phone.sees("off")
 
 
 def test_a_missed_check_forgets_nothing(api: Client, phone: Phone) -> None:
@@ -666,12 +679,17 @@ def test_a_page_that_is_not_seen_asks_for_nothing(
         phone.open(api).give_pin().sees("off")
         with phone.page.expect_request("**/api/status"):
             phone.page.clock.run_for(1500)
+        phone.type_passphrase().press("Show")
+        field = phone.page.locator("#passphrase")
+        expect(field).to_have_attribute("type", "text")
         browser.contexts[0].new_page().bring_to_front()
         phone.page.wait_for_function("document.hidden")
+        expect(field).to_have_attribute("type", "password")
         count = len(phone.requests)
         phone.page.clock.run_for(60_000)
         assert len(phone.requests) == count
-        with phone.page.expect_request("**/api/status"):
+        phone.page.clock.pause_at(dt.datetime.now() + dt.timedelta(hours=1))  # noqa: DTZ005
+        with phone.page.expect_request("**/api/status"):  # though no time passes
             phone.page.bring_to_front()
 
 
