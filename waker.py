@@ -2164,10 +2164,8 @@ def check_packet(config: Config) -> Finding:
     if config != limited and not problem:
         with contextlib.suppress(PermissionError):  # raised for a broadcast address
             find_source(config, may_broadcast=False)
-            problem = (
-                "not a broadcast address of this network; a sleeping server cannot"
-            )
-            problem += " receive packets sent to its own address"
+            problem = "not a broadcast address of this network; a sleeping server"
+            problem += " cannot receive packets sent to its own address"
         with contextlib.suppress(OSError):  # there is no IPv4 route to the server
             reached_from = find_source(limited)
             if reached_from != find_source(config):
@@ -2270,7 +2268,7 @@ def is_own_address(host: str) -> bool:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     source = ""
-    is_single = False
+    is_broadcast = True
     # Without a route, it fails.
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as udp:
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
@@ -2278,9 +2276,10 @@ def is_own_address(host: str) -> bool:
         source = udp.getsockname()[0]
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 0)
         udp.connect((host, 9))  # fails for a broadcast address
-        is_single = True
-    is_other = source != host and is_single
-    return bool(source) and not is_other and not host.startswith(("127.", "::1"))
+        is_broadcast = False
+    if not source or ipaddress.ip_address(host).is_loopback:
+        return False
+    return source == host or is_broadcast
 
 
 def check_mac(config: Config) -> Iterator[Finding]:
