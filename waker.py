@@ -31,7 +31,6 @@ import contextlib
 import enum
 import errno
 import functools
-import getpass
 import hashlib
 import importlib.util
 import ipaddress
@@ -47,7 +46,6 @@ import socket
 import socketserver
 import threading
 import time
-import traceback
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -1291,8 +1289,13 @@ def log(text: str) -> None:
 
 def describe_bug(error: BaseException) -> str:
     """Return the type and place of an error, but not its text."""
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    return f"bug: {type(error).__name__}, {Path(frame.f_code.co_filename).name}:{line}"
+    place = error.__traceback__
+    while place and place.tb_next:
+        place = place.tb_next
+    if not place:
+        return f"bug: {type(error).__name__}"
+    file = Path(place.tb_frame.f_code.co_filename).name
+    return f"bug: {type(error).__name__}, {file}:{place.tb_lineno}"
 
 
 # ---- Starting ------------------------------------------------------------------------
@@ -2417,6 +2420,8 @@ def read_passphrase(seconds: int) -> Passphrase:
     Raises: ValueError; TimeoutError if standard input does not end in time.
     """
     if os.isatty(0):
+        import getpass
+
         return Passphrase(getpass.getpass("Passphrase: "))
     deadline = time.monotonic() + seconds
     given = b""
