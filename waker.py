@@ -2467,17 +2467,24 @@ def print_table(findings: Iterable[Finding]) -> int:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    epilog = f"settings, from the environment, FILE or else {ENV_FILE}:"
+    epilog = f"settings, from the environment and FILE, or else from {ENV_FILE}:"
     for name, default, _, form in SETTINGS:
         epilog += f"\n  {name:25}{form.partition(';')[0]} [{default or 'none'}]"
     kind = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(epilog=epilog, formatter_class=kind)
-    parser.description = "Wake a machine by magic packet and unlock its disk over SSH."
+    parser.description = "Wake a server by magic packet and unlock its disk over SSH."
     add = parser.add_argument
     add("--version", action="version", version=f"waker {__version__}")
     add("--env-file", metavar="FILE", type=Path, help="settings: lines NAME=value")
-    add("--seconds", metavar="N", type=int, default=90, help="for an unlock [90]")
-    about = "check finds mistakes; unlock reads a passphrase on standard input [serve]"
+    add(
+        "--seconds",
+        metavar="N",
+        type=int,
+        default=90,
+        help="limit for unlock, 6 to 9999 [90]",
+    )
+    about = "run the web page, check the settings, unlock once with a passphrase from "
+    about += "standard input, or print the server's state [serve]"
     commands = "serve", "check", "unlock", "state"
     add("command", nargs="?", choices=commands, default="serve", help=about)
     arguments = parser.parse_args(argv)

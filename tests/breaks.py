@@ -1313,8 +1313,8 @@ BREAKS = (
     Break(
         8,
         "a machine can be woken alone",
-        'off: ["Off", "", "ring", "passphrase", [...FORM, "wake"]],',
-        'off: ["Off", "", "ring", "passphrase", FORM],',
+        'off: ["Off", silent, "ring", "passphrase", [...FORM, "wake"]],',
+        'off: ["Off", silent, "ring", "passphrase", FORM],',
         PAGE + "woken_alone",
         "ui.html",
     ),

@@ -270,7 +270,7 @@ def after_a_start(phone: Phone, client: Client) -> Iterator[str]:
     phone.reads("The server refused waker's SSH key")
     yield "key refused"
     fail(phone, Outcome.IDLE, sent=False)
-    phone.reads("No disk is asking yet")
+    phone.reads("wasn't ready for the passphrase")
     yield "nothing asks"
     fail(phone, Outcome.GAVE_UP, sent=True)
     phone.sees("stuck")
@@ -287,7 +287,7 @@ def after_a_start(phone: Phone, client: Client) -> Iterator[str]:
     phone.press("Wake and unlock").sees("pin").reads("Your session has ended.")
     yield "PIN again"
     phone.tell("locked", "failed", "not_asked", told(Outcome.IDLE, sent=False))
-    phone.log_in_again().reads("Last time: No disk is asking yet")
+    phone.log_in_again().reads("Last time: The server wasn't ready")
     yield "failed last time"
     phone.page.route("**/api/status", lambda _: None)  # no request is answered
     phone.page.clock.run_for(10_000)

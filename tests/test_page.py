@@ -562,7 +562,7 @@ def test_a_server_that_did_not_confirm_gets_another_passphrase(
     api: Client, phone: Phone
 ) -> None:
     phone.tell("locked", "booting", "not_confirmed").open(api).give_pin()
-    phone.sees("doubtful").reads("still be checking").reads("passphrase was wrong.")
+    phone.sees("doubtful").reads("is still checking it, or it was wrong.")
     phone.press("Try another passphrase")
     assert phone.focus() == "passphrase"
     assert phone.buttons() == ["Unlock", "Stop watching"]
@@ -591,7 +591,7 @@ def test_an_alarm_is_the_headline_and_the_form_stands_behind_it(
     assert phone.focus() == "passphrase"
     assert phone.buttons() == ["Unlock"]
     phone.sees(view).tell("up", "failed", outcome, "the keys: x, y.").sees("up")
-    quiet = "The last start met another server." if view == "foreign" else ""
+    quiet = "The last start reached another server." if view == "foreign" else ""
     expect(phone.page.locator("#line")).to_have_text(quiet)
 
 
