@@ -69,6 +69,8 @@ def test_the_words_that_they_explain_are_those_of_the_program() -> None:
     assert len(messages) > 7
     program = re.sub(r'"\n +f?"', "", Path(waker.__file__).read_text())
     assert [message for message in messages if message not in program] == []
+    page = CHECKOUT.joinpath("ui.html").read_text()
+    assert [told for told in re.findall('"(.*?)"', rows) if told not in page] == []
     api = yaml.safe_load(CHECKOUT.joinpath("tests/openapi.yaml").read_text())
     start = api["components"]["schemas"]["Start"]["properties"]
     words = set(re.findall("`([a-z_]+)`", API.split("`start` has")[1].split("## ")[0]))
