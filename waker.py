@@ -1136,9 +1136,10 @@ def read_env_file(path: Path) -> dict[str, str]:
     values: dict[str, str] = {}
     mistakes: dict[str, list[str]] = {}  # the numbers of the lines, by problem
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
-        if re.match(r"(?i)[#;]|$|(?!waker_)\w+\s*=", line):
+        # Other programs' names have one case; the rest of a key, ending in =, has both.
+        if re.match(r"[#;]|$|(?!(?i:waker_))([A-Z0-9_]+|[a-z0-9_]+)\s*=", line):
             continue  # a comment, or not ours
-        found = re.fullmatch(r"(\w+)\s*=\s*(.*)", line)
+        found = re.fullmatch(r"((?i:waker_)\w+)\s*=\s*(.*)", line)
         if found:
             name, value = found.groups()
             problem = next((fix for bad, fix in NOT_VALUES if re.match(bad, value)), "")
@@ -1146,7 +1147,10 @@ def read_env_file(path: Path) -> dict[str, str]:
                 problem = f"{name} is set twice; delete one of the two lines"
             values[name] = value[1:-1] if value.startswith(("'", '"')) else value
         else:
-            problem = "write NAME=value without `export`, or join it to the line above"
+            problem = (
+                "write NAME=value, without `export` or `Environment`; or join it to"
+            )
+            problem += " the line above"
         if problem:
             mistakes.setdefault(problem, []).append(str(number))
     if mistakes:

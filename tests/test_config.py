@@ -191,7 +191,9 @@ def test_a_file_is_read_as_people_and_editors_write_it(tmp_path: Path) -> None:
     }
 
 
-JOIN = "write NAME=value without `export`, or join it to the line above"
+JOIN = (
+    "write NAME=value, without `export` or `Environment`; or join it to the line above"
+)
 MISREAD = """\
 export WAKER_PIN=secret
 WAKER_INITRD= # secret

@@ -90,7 +90,7 @@ WHOLE_PATH = "must be the path of .*; write the full path, without ~"
 PIN_UNSET = (
     r"WAKER_PIN is not set \(names without WAKER_ are ignored\); add a line `WAKER_PIN"
 )
-JOIN = "write NAME=value without `export`, or join it to the line above"
+JOIN = "write NAME=value, without `export` or `Environment`; or join it to the line"
 KEYGEN = "ssh-keygen -t ed25519 -N '' -f {folder}/none"
 ALL_CAUSES = (
     "WRONG .* refused waker's SSH key .* add it to the initrd's authorized_keys and"
@@ -173,6 +173,11 @@ MISTAKES = {
         {"WAKER_SSH_HOST_KEY": HALVES[0]},
         HALVES[1],
     ),
+    "host key over two lines, of letters": Mistake(
+        f"line 9: {JOIN}",
+        {"WAKER_SSH_HOST_KEY": HALVES[0]},
+        "BueUWCs1ZRqRXRwBtd3cw1dEtxYCrDzfJF9HTPqgNPhJsDjy8H2eVCALxqSF9M1DjKg=",
+    ),
     "three lines of dropbearkey": Mistake(
         f"line 9, 11: {JOIN}",
         {"WAKER_SSH_HOST_KEY": ""},
@@ -225,7 +230,7 @@ MISTAKES = {
     ),
     "PIN without a prefix": Mistake(PIN_UNSET, {"WAKER_PIN": ""}, "PIN=24681012"),
     "lines of a unit": Mistake(
-        PIN_UNSET, {"WAKER_PIN": ""}, 'Environment="WAKER_PIN=24681012"'
+        f"line 9: {JOIN}", {"WAKER_PIN": ""}, 'Environment="WAKER_PIN=24681012"'
     ),
     "serve at a port in use": Mistake(
         "^WAKER_LISTEN: port {taken} is in use; waker may be running already",
