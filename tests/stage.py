@@ -128,8 +128,14 @@ class Phone:
 
     def release(self, status: int, told: object) -> "Phone":
         """Answer what is held."""
-        self.held.pop().fulfill(status=status, json=told)
+        self.take_held().fulfill(status=status, json=told)
         return self
+
+    def take_held(self) -> Route:
+        """Wait until a request is held; the page may be about to send it."""
+        while not self.held:
+            self.page.wait_for_timeout(10)  # ms, in which Playwright can hold it
+        return self.held.pop()
 
     def lose_connection(self) -> "Phone":
         self.page.route("**/api/status", lambda route: route.abort())

@@ -549,7 +549,7 @@ def test_a_start_is_made_once_and_can_be_cancelled(
         button = phone.page.locator("#start")
         expect(button).to_have_attribute("aria-disabled", "true")
         button.click(force=True)  # the first one has not been answered yet
-        phone.held.pop().continue_()
+        phone.take_held().continue_()
         phone.sees("starting")
         assert len([url for url in phone.requests if url.endswith("/start")]) == 1
         phone.press("Cancel").sees("off")
