@@ -1334,14 +1334,6 @@ BREAKS = (
         PAGE + "exception_later or one_sentence",
         "ui.html",
     ),
-    Break(
-        8,
-        "a screen reader hears the headline once",
-        'heard === view ? "" : title',
-        "title",
-        PAGE + "keyboard_alone or every_state",
-        "ui.html",
-    ),
 )
 
 
