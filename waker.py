@@ -2458,6 +2458,18 @@ def unlock_once(machine: Machine, seconds: int) -> Result:
     return unlock(machine, passphrase, deadline, report)
 
 
+def print_unlock(machine: Machine, seconds: int) -> int:
+    """Unlock once and print the result; return the exit status."""
+    try:
+        result = unlock_once(machine, seconds)
+    except Exception as error:  # noqa: BLE001 - its text might quote a secret
+        log(describe_bug(error))
+        return os.EX_SOFTWARE
+    with contextlib.suppress(BrokenPipeError):  # the daemon has gone
+        print(json.dumps(result._asdict()), flush=True)
+    return int(result.outcome not in SUCCESSES)
+
+
 def print_table(findings: Iterable[Finding]) -> int:
     """Print each finding at once; return 1 if anything is wrong."""
     for number in (signal.SIGINT, signal.SIGPIPE):  # end without a traceback
@@ -2520,22 +2532,15 @@ def main(argv: Sequence[str]) -> int:
     folder = file.resolve().parent if file else Path.cwd()
     try:
         values = (read_env_file(file) if file else {}) | ours
-        if arguments.command in ("unlock", "state"):
-            if arguments.command == "state":
-                settings = parse_settings(4, values, folder)  # up to the ports
-                machine = Machine(*[*settings, "", Path(), ()])
-                print(json.dumps(check_ports(machine).members()))
-                return 0
+        if arguments.command == "state":
+            settings = parse_settings(4, values, folder)  # up to the ports
+            machine = Machine(*[*settings, "", Path(), ()])
+            print(json.dumps(check_ports(machine).members()))
+            return 0
+        if arguments.command == "unlock":
             machine = Machine(*parse_settings(len(Machine._fields), values, folder))
-            try:
-                result = unlock_once(machine, arguments.seconds)
-                with contextlib.suppress(BrokenPipeError):  # the daemon has gone
-                    print(json.dumps(result._asdict()), flush=True)
-            except Exception as error:  # noqa: BLE001 - its text might quote a secret
-                log(describe_bug(error))
-                os._exit(os.EX_SOFTWARE)
             # Not sys.exit: paramiko's threads would take 15 s to end.
-            os._exit(result.outcome not in SUCCESSES)
+            os._exit(print_unlock(machine, arguments.seconds))
         config = read_config(values, folder)
         app = App(config, Unlocker(config, Path(argv[0]), os.environ), make_tls(config))
         if arguments.command == "check":

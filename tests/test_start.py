@@ -204,7 +204,8 @@ def test_an_early_initrd_is_not_asked_again_at_once(tmp_path: Path) -> None:
     with starting(tmp_path, Disks(ONE, early=True), retry_seconds=60) as (client, lab):
         wait_for(lambda: "not ready yet" in told(client)["message"])
         Disks(ONE).save(lab.state)
-        time.sleep(3)  # seconds, in which it could try again and again
+        began = told(client)["seconds"]  # in three more, it could try again and again
+        wait_for(lambda: told(client)["seconds"] >= began + 3)
         assert lab.received() == []
         assert cancel(client) == f"cancelled: Cancelled. {NOT_SENT}"
 
