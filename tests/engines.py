@@ -27,6 +27,13 @@ WINDOWS = CHECKOUT / "tests/browsers"
 KEYS = {"Enter": "\ue007", "Tab": "\ue004"}
 
 
+def strokes(text: str) -> dict[str, Any]:
+    """Make the actions of WebDriver's keyboard that type a text."""
+    kinds = ("keyDown", "keyUp")
+    keys = [{"type": kind, "value": char} for char in text for kind in kinds]
+    return {"type": "key", "id": "keyboard", "actions": keys}
+
+
 class Engine(Protocol):
     """A browser with one page. `press` and `type_text` use the real keyboard's way."""
 
@@ -113,10 +120,7 @@ class WebKit:
         self.type_text(KEYS[key])
 
     def type_text(self, text: str) -> None:
-        kinds = ("keyDown", "keyUp")
-        strokes = [{"type": kind, "value": char} for char in text for kind in kinds]
-        keyboard = {"type": "key", "id": "keyboard", "actions": strokes}
-        self._call("/actions", {"actions": [keyboard]})
+        self._call("/actions", {"actions": [strokes(text)]})
 
     def picture(self, path: Path) -> None:
         """Take the screen's: the driver's own screenshots hang."""
@@ -187,10 +191,7 @@ class Firefox:
         self.type_text(KEYS[key])
 
     def type_text(self, text: str) -> None:
-        kinds = ("keyDown", "keyUp")
-        strokes = [{"type": kind, "value": char} for char in text for kind in kinds]
-        keyboard = {"type": "key", "id": "keyboard", "actions": strokes}
-        self._call("input.performActions", actions=[keyboard], **self._context)
+        self._call("input.performActions", actions=[strokes(text)], **self._context)
 
     def picture(self, path: Path) -> None:
         taken = self._call("browsingContext.captureScreenshot", **self._context)
