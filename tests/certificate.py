@@ -8,7 +8,7 @@ from conftest import need
 
 
 class Certificate(NamedTuple):
-    """Its two files."""
+    """A certificate's two files."""
 
     cert: Path
     key: Path
@@ -23,7 +23,7 @@ def new_certificate(folder: Path, passphrase: bytes = b"") -> Certificate:
     command = [need("openssl"), "req", "-x509", "-days", "1", "-subj", "/CN=waker"]
     command += ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1"]
-    # OpenSSL wants four characters at least.
+    # OpenSSL requires at least four characters.
     locked = ["-passout", f"pass:{passphrase.decode():>4}"]
     command += locked if passphrase else ["-nodes"]
     command += ["-out", str(files.cert), "-keyout", str(files.key)]

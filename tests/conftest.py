@@ -1,4 +1,4 @@
-"""What the tests share: the daemon, in this process or in its own; and its client."""
+"""What the tests share: the daemon, in this process or its own, and a client."""
 
 import contextlib
 import http.client
@@ -30,6 +30,31 @@ PIN = "pin-2468-pin"
 PASSPHRASE = 'correct "horse" \\ stäple'
 MAC = {"WAKER_HOMELAB_MAC": "52:54:00:12:34:56"}
 MACHINE = MAC | {"WAKER_HOMELAB_HOST": "127.0.0.1"}
+# Debian's packages, for programs whose package has another name.
+PACKAGES = {
+    "WebKitWebDriver": "webkit2gtk-driver",
+    "Xvfb": "xvfb",
+    "ab": "apache2-utils",
+    "chroot": "coreutils",
+    "cryptsetup": "cryptsetup-bin",
+    "dropbear": "dropbear-bin",
+    "dropbearkey": "dropbear-bin",
+    "fail2ban-regex": "fail2ban",
+    "import": "imagemagick",
+    "ip": "iproute2",
+    "mke2fs": "e2fsprogs",
+    "prlimit": "util-linux",
+    "qemu-system-x86_64": "qemu-system-x86",
+    "setpriv": "util-linux",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "sshd": "openssh-server",
+    "systemctl": "systemd",
+    "systemd-analyze": "systemd",
+    "tinysshd-makekey": "tinysshd",
+    "true": "coreutils",
+    "unshare": "util-linux",
+}
 Fields = Mapping[str, str]
 T = TypeVar("T")
 
@@ -41,7 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have those that wait longest begin first, or the others would wait for them."""
+    """Start the longest tests first, so that nothing waits for them at the end."""
     longest = "test_unlock", "test_dialects", "test_start", "test_http", "test_watch"
     items.sort(key=lambda item: item.path.stem not in longest)
 
@@ -51,15 +76,16 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     report = yield
     if report.skipped and item.config.getoption("--no-skip"):
         report.outcome = "failed"
-        report.longrepr = f"skipped, though nothing may be: {report.longrepr}"
+        report.longrepr = f"skipped, but no test may be: {report.longrepr}"
     return report
 
 
 def need(program: str) -> str:
-    """Find a program, or skip."""
+    """Return a program's path, or skip and name the package to install."""
     found = shutil.which(program, path=os.environ["PATH"] + ":/usr/sbin:/sbin")
     if not found:
-        pytest.skip(f"{program} is not installed")
+        package = PACKAGES.get(program, program)
+        pytest.skip(f"apt install {package}: {program} is missing")
     return found
 
 
@@ -75,11 +101,11 @@ def need_root() -> None:
 def wait_for(
     look: Callable[[], T], right: Callable[[T], object] = bool, seconds: float = 50
 ) -> T:
-    """Look until what is seen is right; returns it."""
+    """Call `look` until its result is right, and return that."""
     deadline = time.monotonic() + seconds
     while not right(seen := look()):
         assert time.monotonic() < deadline, seen
-        time.sleep(0.05)  # or this would take the processor from what it waits for
+        time.sleep(0.05)  # leaves the processor to what it waits for
     return seen
 
 
@@ -90,7 +116,7 @@ def wait_for_child(pid: int) -> int:
         for children in Path(f"/proc/{pid}/task").glob("*/children"):
             with contextlib.suppress(OSError):  # the thread or child has ended
                 for child in children.read_text().split():
-                    # Before that, it is a copy of its parent, which waits for it.
+                    # Until it has that argument, it is a copy of its parent.
                     if b"\0unlock\0" in Path(f"/proc/{child}/cmdline").read_bytes():
                         return int(child)
         return 0
@@ -100,8 +126,8 @@ def wait_for_child(pid: int) -> int:
 
 @contextlib.contextmanager
 def no_threads() -> Iterator[None]:
-    """Let no thread begin in this process."""
-    usual = threading.stack_size(1 << 46)  # bytes, which nobody has
+    """Make every attempt to start a thread in this process fail."""
+    usual = threading.stack_size(1 << 46)  # bytes: more than any system has
     try:
         yield
     finally:
@@ -188,7 +214,7 @@ class Client:
     def expire_tokens(self) -> None:
         """End every token: as many newer ones take their places."""
         assert self.app
-        for _ in range(waker.MAX_TOKENS):
+        for _ in range(64):
             self.app.gate.issue_token(time.monotonic())
 
     def status(self) -> Any:
@@ -222,8 +248,8 @@ def serving(
 ) -> Iterator[Client]:
     """Run the daemon in this process; port 0 is any free one.
 
-    `options` are for its socket: level, name, value. Nobody else uses waker.Server:
-    `waker.serve` waits for signals, which only the main thread of a process can do.
+    `options` are for its socket: level, name, value. Tests use waker.Server nowhere
+    else: `waker.serve` waits for signals, which only a main thread can do.
     """
     tcp = waker.listen(("127.0.0.1", port))
     for option in options:
@@ -262,7 +288,7 @@ class Daemon:
         return len([*proc.glob("task/*")]), len([*proc.glob("fd/*")])
 
     def busy(self, seconds: float) -> float:
-        """Measure which part of the time it uses a processor."""
+        """Return the share of the time in which it uses a processor."""
         used = []
         for pause in (seconds, 0):
             stat = Path(f"/proc/{self.process.pid}/stat").read_text()
@@ -304,7 +330,7 @@ def run_waker(
 def daemon(
     settings: dict[str, str], *command: str, program: tuple[str, ...] = MODULE
 ) -> Iterator[Daemon]:
-    """Start the daemon, and see that it ends well."""
+    """Run the daemon, and assert that it ends with status 0."""
     process = subprocess.Popen(
         [*command, *program],
         cwd=CHECKOUT,

@@ -1,12 +1,12 @@
 """Debian's `cryptroot-unlock`, as it behaves on a connection without a terminal.
 
-The texts, the exit statuses and the order are those of cryptsetup-initramfs 2.6.1; what
-is left out is the waiting. Its disks and its moods are a JSON file, so that the homelab
-can call it and a real SSH server can run it:
+Texts, exit statuses and their order are those of cryptsetup-initramfs 2.6.1, but it
+does not wait. A JSON file has the disks and how it behaves, so that the homelab can
+call it and a real SSH server can run it:
 
     python3 cryptroot_unlock.py STATE.json
 
-But: it is not the script itself, and has no disk. That test is another one.
+It is not the script itself, and has no disk. tests/vm has both.
 """
 
 import json
@@ -68,17 +68,17 @@ def cryptroot_unlock(
     disks.received.append(given.hex())
     disks.save(path)
     time.sleep(disks.slow)
-    told, status = "cryptsetup: cryptsetup failed, bad password or options?\n", 1
+    text, status = "cryptsetup: cryptsetup failed, bad password or options?\n", 1
     if len(disks.received) % 3 == 0:
-        told = f"cryptsetup: maximum number of tries exceeded for {name}\n"
+        text = f"cryptsetup: maximum number of tries exceeded for {name}\n"
     if given == passphrase.encode():
         del disks.locked[name]
         disks.save(path)
-        told, status = f"cryptsetup: {name} set up successfully\n", 0
+        text, status = f"cryptsetup: {name} set up successfully\n", 0
     if disks.dies:
         die(disks.dies)
     if not disks.wordless:
-        say(told)
+        say(text)
     if disks.lingers:
         time.sleep(0.5)
     return status

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import urllib.request
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-from conftest import CHECKOUT, wait_for
+from conftest import CHECKOUT, need, wait_for
 from ssh_servers import free_port
 from websockets.sync.client import ClientConnection, connect
 
@@ -35,7 +34,7 @@ def strokes(text: str) -> dict[str, Any]:
 
 
 class Engine(Protocol):
-    """A browser with one page. `press` and `type_text` use the real keyboard's way."""
+    """A browser with one page. `press` and `type_text` act as a real keyboard."""
 
     def open(self, url: str) -> None: ...
     def run(self, expression: str) -> Any: ...
@@ -43,14 +42,6 @@ class Engine(Protocol):
     def type_text(self, text: str) -> None: ...
     def picture(self, path: Path) -> None: ...
     def console(self) -> list[str]: ...
-
-
-def need_package(program: str, package: str) -> str:
-    """Find a program, or skip with the name of its Debian package."""
-    found = shutil.which(program)
-    if not found:
-        pytest.skip(f"{program} is missing: apt-get install {package}")
-    return found
 
 
 @contextlib.contextmanager
@@ -69,9 +60,9 @@ def screen(folder: Path) -> Iterator[dict[str, str]]:
 
     Without a window manager no window has the focus, and keys go nowhere.
     """
-    xvfb = [need_package("Xvfb", "xvfb"), "-displayfd", "1", "-nolisten", "tcp"]
+    xvfb = [need("Xvfb"), "-displayfd", "1", "-nolisten", "tcp"]
     xvfb += ["-screen", "0", "400x700x24"]
-    openbox = need_package("openbox", "openbox")
+    openbox = need("openbox")
     runtime = folder / "runtime"
     runtime.mkdir(mode=0o700)
     home = {"HOME": str(folder), "XDG_RUNTIME_DIR": str(runtime)}
@@ -85,7 +76,7 @@ def screen(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def answers(port: int) -> bool:
-    """Tell whether a program listens on a port of this machine."""
+    """Return whether a program listens on a port of this machine."""
     with socket.socket() as tcp:
         return tcp.connect_ex(("127.0.0.1", port)) == 0
 
@@ -124,7 +115,7 @@ class WebKit:
 
     def picture(self, path: Path) -> None:
         """Take the screen's: the driver's own screenshots hang."""
-        command = [need_package("import", "imagemagick"), "-window", "root", str(path)]
+        command = [need("import"), "-window", "root", str(path)]
         subprocess.run(command, env=self._env, check=True)
 
     def console(self) -> list[str]:
@@ -133,9 +124,9 @@ class WebKit:
 
 @contextlib.contextmanager
 def webkit(folder: Path, *, dark: bool = False) -> Iterator[Engine]:
-    driver = need_package("WebKitWebDriver", "webkit2gtk-driver")
+    driver = need("WebKitWebDriver")
     if not Path("/usr/lib/python3/dist-packages/gi").exists():
-        pytest.skip("gi is missing: apt-get install python3-gi gir1.2-webkit2-4.1")
+        pytest.skip("apt install python3-gi gir1.2-webkit2-4.1: gi is missing")
     log = folder / "console"
     with screen(folder) as env:
         env |= {
@@ -198,21 +189,14 @@ class Firefox:
         path.write_bytes(base64.b64decode(taken["data"]))
 
     def console(self) -> list[str]:
-        self.run("0")  # what was written before has arrived then
+        self.run("0")  # by its answer, older messages have arrived
         return self._console
 
 
 @contextlib.contextmanager
 def firefox(folder: Path, *, dark: bool = False) -> Iterator[Engine]:
-    command = [need_package("firefox-esr", "firefox-esr"), "--no-remote"]
-    click = [
-        need_package("xdotool", "xdotool"),
-        "mousemove",
-        "200",
-        "600",
-        "click",
-        "1",
-    ]
+    command = [need("firefox-esr"), "--no-remote"]
+    click = [need("xdotool"), "mousemove", "200", "600", "click", "1"]
     profile = folder / "profile"
     profile.mkdir()
     values = {
@@ -275,7 +259,7 @@ def qt(version: str, script: str = "") -> Iterator[Engine]:
     """Start a Chromium; `script` runs before the page's."""
     python = CHECKOUT / f".venv-qt{version}/bin/python"
     if not python.exists():
-        pytest.skip(f"QtWebEngine {version} is missing: run make test-browsers")
+        pytest.skip(f"make test-browsers: QtWebEngine {version} is missing")
     own = {"QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_DISABLE_SANDBOX": "1"}
     command = [str(python), str(WINDOWS / "qt_window.py"), script]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -1,4 +1,4 @@
-"""The daemon against its own description, with whatever fits tests/openapi.yaml or not.
+"""The daemon against its description: requests that fit tests/openapi.yaml, or do not.
 
 schemathesis makes the requests and judges the answers, with all of its checks. It loads
 this file as well, for its hook.
@@ -25,9 +25,9 @@ SETTINGS = {
     "WAKER_SYSTEM_SSH_PORT": "2",
     "WAKER_TRUSTED_PROXY": "127.0.0.1",
 }
-# By itself schemathesis takes any 401 or 500 for the refusal of a body; here one that
-# is not right must be called so. A failed unlock is the one 500 that is no bug; the
-# description has its texts.
+# By default, schemathesis accepts any 401 or 500 as the refusal of a bad body. Here a
+# bad body must be reported as bad. Only a failed unlock may answer 500; the description
+# has its texts.
 CONFIG = """
 hooks = "fuzz"
 continue-on-failure = true
@@ -48,7 +48,7 @@ CLIENTS = itertools.cycle(f"10.0.{n // 250}.{n % 250}" for n in range(1000))
 
 @schemathesis.hook
 def before_call(_: object, case: Any, __: object) -> None:
-    """Have the next client ask: each may make ten attempts at the PIN in a minute."""
+    """Send it as the next client: each may try ten PINs a minute."""
     case.headers["X-Forwarded-For"] = next(CLIENTS)
 
 

@@ -4,8 +4,8 @@ It listens for its own magic packet, "powers on", runs an SSH server that behave
 Debian's initrd, and after the unlock gives way to the booted system's, which has
 another host key. Off means off: its ports swallow connections, as a sleeping machine's.
 
-As a program, `make demo`, it adds the daemon and tells how to use both. It needs
-paramiko and nothing else.
+`make demo` runs it together with the daemon, and prints how to use both. It needs only
+paramiko.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def public_line(key: paramiko.PKey) -> str:
 
 
 def bind(address: str, port: int) -> socket.socket:
-    """Take a TCP port; 0 is any free one. It refuses connections so far."""
+    """Reserve a TCP port, or any free one if 0; it refuses connections for now."""
     taken = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     taken.bind((address, port))
@@ -68,7 +68,7 @@ class Blackhole:
 class Session(paramiko.ServerInterface):
     """One SSH connection: who may log in, and what a command does.
 
-    It takes one command at a time: dropbear, too, may refuse one while another ends.
+    It takes one command at a time: even dropbear may refuse one while another ends.
     """
 
     server: "SshServer"
@@ -170,7 +170,7 @@ class Homelab:
         self.host_key = public_line(self._initrd_key)
         self.packets: list[bytes] = []  # all that were heard
         self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._udp.bind(("", self.packet_port))  # so that a broadcast is heard, too
+        self._udp.bind(("", self.packet_port))  # an address would exclude broadcasts
         self.packet_port = int(self._udp.getsockname()[1])
         # Each port stays taken from end to end, whoever listens on it in between.
         self._taken = [bind(self.address, 0) for _ in range(2)]
@@ -185,7 +185,7 @@ class Homelab:
         self.wait_for("off")
 
     def settings(self) -> dict[str, str]:
-        """Tell the daemon's settings for this machine."""
+        """Return the daemon's settings for this machine."""
         return {
             "WAKER_HOMELAB_MAC": self.mac,
             "WAKER_HOMELAB_HOST": self.address,

@@ -1,7 +1,7 @@
-"""Network namespaces: other hosts on this machine, wired as a home is.
+"""Network namespaces: hosts within this computer, connected as in a home network.
 
-A function that runs in a namespace is an ordinary one; the sockets that it makes stay
-there, whoever uses them later.
+Any function can run in a namespace. The sockets that it opens stay in that namespace,
+even if code outside uses them later.
 """
 
 import contextlib
@@ -39,11 +39,11 @@ class Namespace(NamedTuple):
     name: str
 
     def command(self) -> list[str]:
-        """Tell what to put before a command that is to run here."""
+        """Return the prefix for a command that is to run here."""
         return [need("ip"), "netns", "exec", self.name]
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call a function in a thread that has moved here."""
+        """Call a function in a thread of this namespace."""
 
         def move() -> None:
             with Path(f"/run/netns/{self.name}").open() as place:
@@ -55,7 +55,7 @@ class Namespace(NamedTuple):
             return thread.submit(function).result()
 
     def plug_in(self, kind: int, name: str, address: str) -> io.FileIO:
-        """Make an interface to this host; its packets, or frames, are in the file."""
+        """Add a TUN or TAP interface; the file reads and writes its packets."""
         tun = self.run(lambda: io.FileIO("/dev/net/tun", "r+"))
         request = struct.pack("16sH22x", name.encode(), kind | IFF_NO_PI)
         fcntl.ioctl(tun, TUNSETIFF, request)
@@ -64,7 +64,7 @@ class Namespace(NamedTuple):
         return tun
 
     def capture(self) -> socket.socket:
-        """Hear every frame that arrives at this host."""
+        """Open a socket that receives every frame that arrives at this host."""
         kind, protocol = socket.SOCK_DGRAM, socket.htons(ETH_P_ALL)
         packets = self.run(lambda: socket.socket(socket.AF_PACKET, kind, protocol))
         packets.settimeout(0.3)
@@ -72,7 +72,7 @@ class Namespace(NamedTuple):
 
 
 def wire(one: Namespace, name: str, address: str, other: Namespace, far: str) -> None:
-    """Lay a cable between two hosts; `name` is the interface at the first one."""
+    """Connect two hosts by a cable; `name` is the interface of the first one."""
     ip(f"link add {name} netns {one.name} type veth peer name eth0 netns {other.name}")
     for place, own, end in ((one, address, name), (other, far, "eth0")):
         ip(f"-n {place.name} addr add {own} brd + dev {end}")
@@ -80,7 +80,7 @@ def wire(one: Namespace, name: str, address: str, other: Namespace, far: str) ->
 
 
 def udp_packets(capture: socket.socket) -> list[tuple[str, bytes]]:
-    """Read what has arrived: the destination and the payload of each UDP packet."""
+    """Read the UDP packets that arrived; returns destinations and payloads."""
     found = []
     with contextlib.suppress(TimeoutError):
         while packet := capture.recv(2048):
@@ -107,7 +107,7 @@ Home = tuple[Namespace, Namespace, Namespace]
 
 @pytest.fixture
 def home() -> Iterator[Home]:
-    """Make a router, the machine behind its `lan`, and a provider behind its `wan`."""
+    """Make a router, a machine at its `lan` port, and a provider at its `wan` port."""
     with hosts(3) as (router, machine, provider):
         wire(router, "lan", "192.168.77.1/24", machine, "192.168.77.20/24")
         wire(router, "wan", "198.51.100.2/24", provider, "198.51.100.1/24")

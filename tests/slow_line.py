@@ -16,7 +16,9 @@ class SlowLine:
     def __init__(self, target: int, round_trip: float = 0) -> None:
         self._target = target
         self._round_trip = round_trip
-        self.hanging = 0  # so many further connections are accepted and then forgotten
+        self.hanging = (
+            0  # how many of the next connections are accepted and then ignored
+        )
         self.port = 0
 
     async def begin(self) -> None:
@@ -45,7 +47,7 @@ class SlowLine:
     async def _carry(
         self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, wait: float
     ) -> None:
-        """Hand over what comes, each part half a round trip after it came."""
+        """Pass data on, each part half a round trip after it arrived."""
         loop = asyncio.get_running_loop()
         parts: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 

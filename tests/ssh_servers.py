@@ -1,26 +1,35 @@
-"""SSH servers that stand for an initrd: the homelab's own, and Debian's real ones.
+"""SSH servers that act as an initrd, and a way to unlock them.
 
-Each serves one machine: its disks are a file, its one command is the emulation of
-`cryptroot-unlock`, and its files stay in a folder of the test. The real servers want a
-home directory, so they run as root, in a mount namespace of their own.
+One is the homelab's own; the others are Debian's dropbear and OpenSSH. Each serves one
+machine: its disks are a file, its one command is the emulation of `cryptroot-unlock`,
+and its files stay in a folder of the test. The real servers need a home directory, so
+they run as root in a mount namespace.
 """
 
 import contextlib
+import json
 import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import cryptroot_unlock
-from conftest import need, need_root, wait_for
+import paramiko
+from conftest import PASSPHRASE, need, need_root, run_waker, wait_for
 from cryptroot_unlock import Disks
 from homelab import DROPBEAR, SshServer, bind, new_key, public_line
 
 import waker
 
-RESERVED: list[socket.socket] = []  # bound to the end: nobody else gets them
+HOST_KEY = new_key()
+ODD_PASSPHRASE = "-n '$(id)` a\\tb\\0 " + "é" * 244 + "xy \u00a0 "  # 512 bytes
+# Seconds for an unlock that uses up all its time. Five of them are reserved for
+# reporting the outcome. A slow or busy machine needs up to ten to log in and ask.
+SHORT_UNLOCK = 18
+RESERVED: list[socket.socket] = []  # kept bound, so that no other program gets the port
 
 
 def free_port() -> int:
@@ -30,7 +39,7 @@ def free_port() -> int:
 
 
 class Initrd:
-    """An initrd; its folder has the disks, our key, and a real server's command."""
+    """An initrd. Its folder holds the disks, waker's key and the unlock command."""
 
     def __init__(self, folder: Path, disks: Disks, host_key: str) -> None:
         self.host_key, self.port = host_key, free_port()
@@ -43,8 +52,8 @@ class Initrd:
         program = [sys.executable, cryptroot_unlock.__file__, str(self.state)]
         self.command.write_text(f"#!/bin/sh\nexec {shlex.join(program)}\n")
         self.command.chmod(0o755)
-        right = '[ "$SSH_ORIGINAL_COMMAND" = cryptroot-unlock ]'
-        self.forced = f"{right} && exec {self.command}"
+        is_expected = '[ "$SSH_ORIGINAL_COMMAND" = cryptroot-unlock ]'
+        self.forced = f"{is_expected} && exec {self.command}"
 
     def machine(self) -> waker.Machine:
         return waker.Machine(
@@ -63,7 +72,7 @@ class Initrd:
 
 @contextlib.contextmanager
 def process(port: int, script: str, *options: str) -> Iterator[None]:
-    """Run a server in a mount namespace until it listens, and end it afterwards."""
+    """Start a server in a mount namespace, wait until it listens, and kill it later."""
     need_root()
     command = [need("unshare"), "--mount", *options, "sh", "-ec", script]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
@@ -91,8 +100,8 @@ def paramiko_server(folder: Path, disks: Disks) -> Iterator[Initrd]:
 @contextlib.contextmanager
 def dropbear(folder: Path, disks: Disks) -> Iterator[Initrd]:
     key, home = str(folder / "host_key"), folder / "home"
-    making = [need("dropbearkey"), "-t", "ed25519", "-f", key]
-    made = subprocess.run(making, check=True, capture_output=True, text=True)
+    command = [need("dropbearkey"), "-t", "ed25519", "-f", key]
+    made = subprocess.run(command, check=True, capture_output=True, text=True)
     host_key = next(line for line in made.stdout.splitlines() if "ssh-ed25519 " in line)
     initrd = Initrd(folder, disks, host_key)
     (home / ".ssh").mkdir(parents=True, mode=0o700)
@@ -106,7 +115,7 @@ def dropbear(folder: Path, disks: Disks) -> Iterator[Initrd]:
 
 
 def prepare_sshd(folder: Path, disks: Disks) -> tuple[Initrd, str]:
-    """Write OpenSSH's files, too; returns how it is started, without more options."""
+    """Write OpenSSH's files; returns the initrd and the command that starts OpenSSH."""
     key = new_key()
     key.write_private_key_file(str(folder / "host_key"))
     initrd = Initrd(folder, disks, public_line(key))
@@ -130,3 +139,55 @@ def openssh(folder: Path, disks: Disks) -> Iterator[Initrd]:
 
 
 SERVERS = {"homelab": paramiko_server, "dropbear": dropbear, "openssh": openssh}
+
+
+# ---- Servers of any kind -------------------------------------------------------------
+
+Serve = Callable[[socket.socket], object]
+
+
+@contextlib.contextmanager
+def tcp_server(serve: Serve) -> Iterator[int]:
+    """Listen, and pass each connection to `serve`, in turn; yields the port."""
+    listener = bind("127.0.0.1", 0)
+    listener.listen()
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):  # closed, or the client has gone
+            while True:
+                serve(listener.accept()[0])
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield int(listener.getsockname()[1])
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+def machine_at(
+    folder: Path, port: int, host_key: paramiko.PKey = HOST_KEY
+) -> waker.Machine:
+    """Describe a machine whose SSH server listens on `port`; pin `host_key`."""
+    initrd = Initrd(folder, Disks({}), public_line(host_key))
+    return initrd.machine()._replace(initrd_port=port, system_port=port)
+
+
+# ---- The unlock ----------------------------------------------------------------------
+
+
+def unlock(machine: waker.Machine, given: str = PASSPHRASE, seconds: int = 60) -> str:
+    """Run `waker.py unlock` as the daemon does; returns the outcome and the message."""
+    limit = f"--seconds={seconds}"
+    child = run_waker("unlock", limit, settings=machine.settings(), given=given)
+    assert child.stderr == ""
+    *sent, last = map(json.loads, child.stdout.splitlines())
+    result = waker.Result(**last)
+    is_success = result.outcome in ("unlocked", "already_open", "up")
+    assert child.returncode == (not is_success)
+    assert result.sent == bool(sent)
+    assert all(line == {"sent": True} for line in sent)
+    if result.outcome not in ("unlocked", "wrong_passphrase", "not_confirmed"):
+        ending = "was sent" if result.sent else "was not sent"
+        assert result.message.endswith(f"The passphrase {ending}.")
+    return f"{result.outcome}: {result.message}"

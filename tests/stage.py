@@ -1,5 +1,6 @@
-"""What a person does with the page, and every state that it can be in."""
+"""What people do with the page, and every state that it can be in."""
 
+import datetime as dt
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -14,10 +15,10 @@ SENT = ("unlocked", "not_confirmed", "wrong_passphrase", "gave_up", "up")
 
 @dataclass
 class Phone:
-    """A browser's page, what a person does with it, and what answers it.
+    """A browser's page, what a person does with it, and the answers that it gets.
 
-    That is the daemon, unless a test answers in its place: so the page can be seen in
-    states that take a real machine minutes. What answers last counts.
+    The daemon answers, unless a test does: some states would take a real machine
+    minutes. The newest answer for a path replaces the older ones.
     """
 
     page: Page
@@ -29,6 +30,13 @@ class Phone:
         self.page.on("console", lambda message: self.console.append(message.text))
         self.page.on("pageerror", lambda error: self.console.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
+
+    def stop_clock(self) -> "Phone":
+        """Let time pass only when a test says so, by `page.clock.run_for`."""
+        noon = dt.datetime(2030, 1, 1, 12, tzinfo=dt.UTC)
+        self.page.clock.install(time=noon)  # this clock would still tick
+        self.page.clock.pause_at(noon + dt.timedelta(hours=1))
+        return self
 
     def open(self, client: Client, host: str = "127.0.0.1") -> "Phone":
         self.page.goto(f"http://{host}:{client.port}/")
@@ -68,7 +76,7 @@ class Phone:
         return self
 
     def look(self) -> "Phone":
-        """Have the page ask now, as when it comes to the front."""
+        """Make the page poll now, as when it comes to the front."""
         self.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
         return self
 
@@ -78,11 +86,11 @@ class Phone:
     def focus(self) -> str:
         return str(self.page.evaluate("document.activeElement.id"))
 
-    def answer(self, path: str, status: int, told: object, **fields: str) -> "Phone":
+    def answer(self, path: str, status: int, body: object, **fields: str) -> "Phone":
         """Answer all further requests for a path."""
         self.page.route(
             f"**/api/{path}",
-            lambda route: route.fulfill(status=status, json=told, headers=fields),
+            lambda route: route.fulfill(status=status, json=body, headers=fields),
         )
         return self
 
@@ -94,9 +102,9 @@ class Phone:
         message: str = "",
         *times: int,
     ) -> "Phone":
-        """Have the page see a state of the server, and of a start.
+        """Show the page a state of the server, and a start.
 
-        `times` are when its phases began, in seconds, and how long it has been running.
+        `times` are seconds: when each phase began, and how long the start has run.
         """
         *begun, seconds = times or (0, 9)
         start = {
@@ -126,13 +134,13 @@ class Phone:
         self.page.route(f"**/api/{path}", keep, times=1)
         return self
 
-    def release(self, status: int, told: object) -> "Phone":
-        """Answer what is held."""
-        self.take_held().fulfill(status=status, json=told)
+    def release(self, status: int, body: object) -> "Phone":
+        """Answer the request that is held."""
+        self.take_held().fulfill(status=status, json=body)
         return self
 
     def take_held(self) -> Route:
-        """Wait until a request is held; the page may be about to send it."""
+        """Wait until a request is held: the page may not have sent it yet."""
         while not self.held:
             self.page.wait_for_timeout(10)  # ms, in which Playwright can hold it
         return self.held.pop()
@@ -146,13 +154,13 @@ class Phone:
         return self.answer("{status,start}", 401, {"error": "Expired"}).look()
 
 
-def told(outcome: Outcome, detail: str = "", *, sent: bool = True) -> str:
+def text_of(outcome: Outcome, detail: str = "", *, sent: bool = True) -> str:
     return Result.of(outcome, detail, sent=sent).message
 
 
-UNLOCKED = told(Outcome.UNLOCKED, "cryptroot")
+UNLOCKED = text_of(Outcome.UNLOCKED, "cryptroot")
 UP = f"{UNLOCKED} The system is up."
-LATE = told(Outcome.NOT_CONFIRMED, "the connection was lost")
+LATE = text_of(Outcome.NOT_CONFIRMED, "the connection was lost")
 KEYS = "pinned SHA256:" + "x" * 43 + ", shown SHA256:" + "y" * 43
 CANCELLED = "Cancelled. The passphrase was not sent."
 NOT_AWAKE = "The server did not wake: check power, network cable and Wake-on-LAN."
@@ -160,13 +168,13 @@ PACKET = "Magic packet sent to 52:54:00:12:34:56 from 192.168.1.2"
 
 
 def fail(phone: Phone, outcome: Outcome, detail: str = "", *, sent: bool) -> None:
-    """Show a start, and how it failed."""
+    """Show a start that fails."""
     phone.tell("locked", "unlocking", "", "", 0, 38, 40).sees("starting")
-    message = told(outcome, detail, sent=sent)
+    message = text_of(outcome, detail, sent=sent)
     phone.tell("locked", "failed", outcome.value[0], message)
 
 
-# Each goes through some states, from the page's address on, and names them.
+# Each opens the page, goes through some states, and yields their names.
 
 
 def before_a_start(phone: Phone, client: Client) -> Iterator[str]:
@@ -260,7 +268,7 @@ def during_a_start(phone: Phone, client: Client) -> Iterator[str]:
 
 
 def after_a_start(phone: Phone, client: Client) -> Iterator[str]:
-    phone.page.clock.install()
+    phone.page.clock.install()  # it ticks: axe would wait for a stopped one for ever
     phone.tell("off").open(client).give_pin().sees("off")
     fail(phone, Outcome.WRONG_PASSPHRASE, "disk cryptroot", sent=True)
     phone.reads("Wrong passphrase. Try again.")
@@ -292,7 +300,7 @@ def after_a_start(phone: Phone, client: Client) -> Iterator[str]:
     yield "typing, signed out"
     phone.press("Wake and unlock").sees("pin").reads("Your session has ended.")
     yield "PIN again"
-    phone.tell("locked", "failed", "not_asked", told(Outcome.IDLE, sent=False))
+    phone.tell("locked", "failed", "not_asked", text_of(Outcome.IDLE, sent=False))
     phone.log_in_again().reads("Last time: The server wasn't ready")
     yield "failed last time"
     phone.page.route("**/api/status", lambda _: None)  # no request is answered

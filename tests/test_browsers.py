@@ -1,7 +1,7 @@
-"""The page in other engines than today's Chromium: a whole journey, by keyboard alone.
+"""The page in other engines than today's Chromium, used by keyboard alone.
 
-`make test` drives WebKit and Firefox through the first half of it. `make test-browsers`
-does all of it, and adds the oldest engines: `-m browsers`.
+`make test` brings the server up in WebKit and Firefox. `make test-browsers` also
+cancels a start, and adds the oldest engines: `-m browsers`.
 """
 
 import re
@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import CHECKOUT, PASSPHRASE, PIN, Client, running, wait_for
-from engines import Engine, firefox, need_package, qt, webkit
+from conftest import CHECKOUT, PASSPHRASE, PIN, Client, need, running, wait_for
+from engines import Engine, firefox, qt, webkit
 from lightningcss import process_stylesheet
 
 import waker
@@ -20,8 +20,8 @@ OLD_SAFARI = """
 delete Element.prototype.checkVisibility;
 delete AbortSignal.timeout;
 """
-# What the console says of a request that was refused on purpose, and WebKit of a
-# directive that it does not know.
+# What the console says about a request that is refused on purpose, and what WebKit says
+# about a directive that it does not know.
 EXPECTED = re.compile(r".*(Failed to load resource: .* 401|'manifest-src')")
 everywhere = pytest.mark.browsers
 
@@ -71,8 +71,8 @@ def cancel(person: Person) -> None:
     person.reads("Cancelled. The passphrase was not sent.").has_focus("passphrase")
 
 
-def assert_it_is_whole(engine: Engine, *, dark: bool = False) -> None:
-    """Assert that it has colours, that nothing is cut and nothing went wrong."""
+def assert_it_looks_right(engine: Engine, *, dark: bool = False) -> None:
+    """Assert that the page has colours, fits the window and logged no error."""
     colour = "getComputedStyle(document.body).backgroundColor"
     ground = [int(part) for part in re.findall(r"\d+", engine.run(colour))]
     assert (max(ground) < 64) == dark, ground
@@ -89,10 +89,12 @@ ENGINES = {
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_the_journey(name: str, api: Client, tmp_path: Path) -> None:
+def test_the_keyboard_brings_the_server_up(
+    name: str, api: Client, tmp_path: Path
+) -> None:
     with ENGINES[name](tmp_path) as engine:
         walk(Person(engine, api))
-        assert_it_is_whole(engine)
+        assert_it_looks_right(engine)
 
 
 def test_no_syntax_is_newer_than_the_oldest_browsers() -> None:
@@ -109,45 +111,45 @@ def test_no_syntax_is_newer_than_the_oldest_browsers() -> None:
     for target, script in targets.items():
         results = []
         for each in (target, "esnext"):
-            command = [need_package("esbuild", "esbuild"), f"--target={each}"]
+            command = [need("esbuild"), f"--target={each}"]
             run = subprocess.run(
                 command, input=script, text=True, capture_output=True, check=False
             )
             results.append((run.returncode, run.stderr, run.stdout))
-        assert results[0] == results[1] == (0, "", results[0][2])
+        assert results[0] == results[1] == (0, "", results[0][2]), target
 
 
 @everywhere
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_start_is_cancelled_in_the_dark(
+def test_a_start_can_be_cancelled_in_the_dark_scheme(
     name: str, config: waker.Config, tmp_path: Path
 ) -> None:
     asleep = config._replace(mac=waker.Mac(b"\0" * 6))  # no packet wakes it
     with running(asleep) as client, ENGINES[name](tmp_path, dark=True) as engine:
         cancel(Person(engine, client))
-        assert_it_is_whole(engine, dark=True)
+        assert_it_looks_right(engine, dark=True)
 
 
 @everywhere
-def test_the_oldest_engine_does_the_journey(api: Client) -> None:
+def test_the_oldest_engine_brings_the_server_up(api: Client) -> None:
     """Chromium 108, without what Safari 15.4 lacks."""
     with qt("6.5", OLD_SAFARI) as engine:
         person = Person(engine, api)
         walk(person)
         assert engine.run("!AbortSignal.timeout && !document.body.checkVisibility")
-        assert_it_is_whole(engine)
+        assert_it_looks_right(engine)
 
 
 @everywhere
-def test_the_oldest_engine_cancels(config: waker.Config) -> None:
+def test_the_oldest_engine_cancels_a_start(config: waker.Config) -> None:
     asleep = config._replace(mac=waker.Mac(b"\0" * 6))
     with running(asleep) as client, qt("6.5", OLD_SAFARI) as engine:
         cancel(Person(engine, client))
-        assert_it_is_whole(engine)
+        assert_it_looks_right(engine)
 
 
 @everywhere
-def test_a_browser_that_is_too_old_gets_a_sentence(api: Client) -> None:
+def test_a_browser_that_is_too_old_is_told_so(api: Client) -> None:
     """Chromium 90."""
     with qt("6.2") as engine:
         engine.open(f"http://127.0.0.1:{api.port}/")

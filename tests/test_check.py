@@ -1,4 +1,4 @@
-"""`waker.py check`: why it does not work, in one table."""
+"""`waker check`: a table that says what does not work, and why."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ BASE = MACHINE | {
     "WAKER_INITRD_SSH_PORT": str(free_port()),
     "WAKER_SYSTEM_SSH_PORT": str(free_port()),
 }
-Table = dict[str, str]  # of each thing: the verdict, and what was seen
+Table = dict[str, str]  # what was checked: the verdict, and what was seen
 __all__ = ["home"]  # a fixture
 Home = tuple[Namespace, Namespace, Namespace]
 
@@ -34,7 +34,7 @@ Home = tuple[Namespace, Namespace, Namespace]
 def run(settings: dict[str, str], folder: Path, mode: int = 0o640) -> tuple[int, Table]:
     """Run the command; returns its status, and the table.
 
-    The folder gets a file with the settings; a paramiko.py in it would be imported.
+    The folder gets a file with the settings. A paramiko.py in it is imported.
     """
     file = folder / "waker.env"
     file.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
@@ -47,7 +47,7 @@ def run(settings: dict[str, str], folder: Path, mode: int = 0o640) -> tuple[int,
     return ended.returncode, table
 
 
-def test_a_machine_that_is_off_is_nothing_wrong(lab: Homelab, tmp_path: Path) -> None:
+def test_a_machine_that_is_off_is_not_wrong(lab: Homelab, tmp_path: Path) -> None:
     status, table = run(BASE | lab.settings(), tmp_path)
     assert table["SSH key"].startswith("ok ecdsa-sha2-nistp256 SHA256:")
     assert table == {
@@ -64,26 +64,29 @@ def test_a_machine_that_is_off_is_nothing_wrong(lab: Homelab, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("module", "told"),
+    ("module", "reason"),
     [
         ("import no_such_six", "No module named 'no_such_six'"),
         ("import os; os.TripleDES", "module 'os' has no attribute 'TripleDES'"),
     ],
+    ids=["module", "attribute"],
 )
-def test_what_is_wrong_with_the_box_is_told_by_the_status_as_well(
-    tmp_path: Path, module: str, told: str
-) -> None:
+def test_a_broken_paramiko_is_wrong(tmp_path: Path, module: str, reason: str) -> None:
+    """By itself it makes the command fail."""
     (tmp_path / "paramiko.py").write_text(module)
-    status, table = run(BASE, tmp_path, mode=0o604)
-    file = tmp_path / "waker.env"
-    assert table["configuration"] == f"WRONG {file} is open to others; chmod 600 {file}"
-    assert table["paramiko"] == f"WRONG {waker.NO_PARAMIKO} ({told})"
+    status, table = run(BASE, tmp_path)
+    wrong = {name: seen for name, seen in table.items() if seen.startswith("WRONG")}
+    assert wrong == {"paramiko": f"WRONG {waker.NO_PARAMIKO} ({reason})"}
     assert status == 1
 
 
-def test_one_thing_that_is_wrong_is_enough(tmp_path: Path, lab: Homelab) -> None:
+def test_one_thing_that_is_wrong_is_enough_to_fail(
+    tmp_path: Path, lab: Homelab
+) -> None:
     """Even if everything after it is right."""
     status, table = run(BASE | lab.settings(), tmp_path, mode=0o604)
+    file = tmp_path / "waker.env"
+    assert table["configuration"] == f"WRONG {file} is open to others; chmod 600 {file}"
     wrong = [thing for thing, seen in table.items() if seen.startswith("WRONG")]
     assert (status, wrong) == (1, ["configuration"])
     assert [*table][-1] != "configuration"
@@ -124,7 +127,7 @@ IMPOSTOR = (
 
 
 @pytest.mark.parametrize(
-    ("ident", "settings", "thing", "told"),
+    ("ident", "settings", "thing", "expected"),
     [
         (DROPBEAR, {"WAKER_PIN": "24681012"}, "PIN", DIGITS),
         (DROPBEAR, {"WAKER_LISTEN": "127.0.0.1:{open}"}, "web port", TAKEN),
@@ -157,11 +160,33 @@ IMPOSTOR = (
         (DROPBEAR, UNPINNED, "login", ""),
         (DROPBEAR, NOBODY, "login", REFUSED),
     ],
+    ids=[
+        "PIN of digits",
+        "web port in use",
+        "web port of another box",
+        "nobody there",
+        "system up",
+        "system refuses",
+        "dropbear",
+        "OpenSSH",
+        "OpenSSH as initrd",
+        "no initrd port of its own",
+        "shared port",
+        "pinned",
+        "not pinned",
+        "another key pinned",
+        "not pinned, system up",
+        "not pinned, OpenSSH",
+        "SSH key missing",
+        "login works",
+        "no login if not pinned",
+        "login refused",
+    ],
 )
-def test_each_thing_is_told_as_it_is_seen(
-    tmp_path: Path, ident: str, settings: dict[str, str], thing: str, told: str
+def test_the_table_shows_what_was_seen(
+    tmp_path: Path, ident: str, settings: dict[str, str], thing: str, expected: str
 ) -> None:
-    """Where an SSH server listens as the initrd's; another server's port is open."""
+    """An SSH server answers at the initrd's port, and another port is open."""
     host_key, listener = new_key(), bind("127.0.0.1", 0)
     initrd = Initrd(tmp_path, Disks({}), public_line(host_key))
     with (
@@ -189,25 +214,28 @@ def test_each_thing_is_told_as_it_is_seen(
         config = waker.read_config({n: v.format(**words) for n, v in values}, Path())
         found = waker.check(config, None)
         table = {name: f"{verdict} {seen}" for name, seen, verdict in found}
-    assert table.get(thing, "") == told.format(**words)
+    assert table.get(thing, "") == expected.format(**words)
 
 
-def test_a_port_below_1024_is_a_hint() -> None:
-    """Waker runs as root on OpenWrt, but not by waker.service, whoever checks."""
+FOR_ROOT = "only if waker runs as root; waker.service does not"
+
+
+@pytest.mark.parametrize(
+    ("port", "words"),
+    [(1023, FOR_ROOT), (1024, BEHIND_PROXY)],
+    ids=["1023", "1024"],
+)
+def test_a_port_below_1024_is_noted(port: int, words: str) -> None:
+    """Even for root: on OpenWrt waker runs as root, but waker.service does not."""
     if os.geteuid():
         pytest.skip("needs root, to listen on port 1023")
-    hint = ", but only if waker runs as root; waker.service does not"
-    for port, verdict, words in (
-        (1023, "-", hint),
-        (1024, "-", f", but {BEHIND_PROXY}"),
-    ):
-        settings = BASE | {"WAKER_LISTEN": f"127.0.0.1:{port}"}
-        found = waker.check(waker.read_config(settings, Path()), None)
-        table = {name: f"{verdict} {seen}" for name, seen, verdict in found}
-        assert table["web port"] == f"{verdict} {port} is free{words}"
+    settings = BASE | {"WAKER_LISTEN": f"127.0.0.1:{port}"}
+    found = waker.check(waker.read_config(settings, Path()), None)
+    table = {name: f"{verdict} {seen}" for name, seen, verdict in found}
+    assert table["web port"] == f"- {port} is free, but {words}"
 
 
-def test_it_ends_without_a_word_when_nobody_reads_on() -> None:
+def test_it_ends_silently_when_its_reader_has_gone() -> None:
     with subprocess.Popen(
         [*MODULE, "check"],
         cwd=CHECKOUT,
@@ -223,7 +251,7 @@ def test_it_ends_without_a_word_when_nobody_reads_on() -> None:
         assert checking.wait() == -signal.SIGPIPE
 
 
-def test_what_a_port_says_is_printed_with_its_control_characters_escaped(
+def test_control_characters_from_a_port_are_escaped(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "paramiko.py").touch()  # the real one would take half a second
@@ -231,13 +259,13 @@ def test_what_a_port_says_is_printed_with_its_control_characters_escaped(
     port = str(listener.getsockname()[1])
     with contextlib.closing(SshServer(listener, new_key(), ident)):
         _, table = run(BASE | {"WAKER_SYSTEM_SSH_PORT": port}, tmp_path)
-    told = (
+    expected = (
         rf"ok 127.0.0.1, port {port} is open; it says SSH-2.0-\x1b[31mred\xc3\xbf\x07"
     )
-    assert table["system's port"] == told
+    assert table["system's port"] == expected
 
 
-def test_the_way_of_the_packet_is_told_and_none_is_sent(home: Home) -> None:
+def test_the_packets_route_is_shown_and_nothing_is_sent(home: Home) -> None:
     router, machine, provider = home
     lan, wan, limited = "192.168.77.1", "198.51.100.2", "255.255.255.255"
     way = "would leave from {} to {}"
@@ -251,7 +279,7 @@ def test_the_way_of_the_packet_is_told_and_none_is_sent(home: Home) -> None:
     elsewhere += " WAKER_HOMELAB_BROADCAST right?"
     lost = "Network is unreachable; connect this box to the server's network"
     with machine.capture() as at_machine, provider.capture() as at_provider:
-        for box, host, broadcast, source, told, verdict in (
+        for box, host, broadcast, source, words, verdict in (
             (router, "192.168.77.20", limited, lan, way, "ok"),
             (router, "203.0.113.9", limited, wan, far_server, "-"),
             (router, "192.168.77.20", "10.7.7.255", wan, far_broadcast, "-"),
@@ -264,7 +292,11 @@ def test_the_way_of_the_packet_is_told_and_none_is_sent(home: Home) -> None:
             where = {"WAKER_HOMELAB_HOST": host, "WAKER_HOMELAB_BROADCAST": broadcast}
             config = waker.read_config(BASE | where, Path())
             found = box.run(partial(waker.check_packet, config))
-            assert found == ("magic packet", told.format(source, broadcast), verdict)
+            assert found == (
+                "magic packet",
+                words.format(source, broadcast),
+                verdict,
+            ), where
         assert udp_packets(at_machine) == udp_packets(at_provider) == []
 
 
@@ -276,7 +308,7 @@ RIGHT_MAC = f"ok +MAC address +matches this box's ARP entry for {SERVER}"
 
 
 @pytest.mark.parametrize(
-    ("host", "mac", "told"),
+    ("host", "mac", "words"),
     [
         (BOX, "52:54:00:12:34:56", OWN_ADDRESS.format(BOX)),
         ("192.168.77.255", "52:54:00:12:34:56", OWN_ADDRESS.format("192.168.77.255")),
@@ -287,7 +319,7 @@ RIGHT_MAC = f"ok +MAC address +matches this box's ARP entry for {SERVER}"
     ids=["own address", "broadcast", "own MAC", "another MAC", "right MAC"],
 )
 def test_the_box_is_not_taken_for_the_server(
-    home: Home, host: str, mac: str, told: str
+    home: Home, host: str, mac: str, words: str
 ) -> None:
     router, machine, _ = home
     ip(f"-n {router.name} link set lan address 02:00:00:00:00:01")
@@ -301,6 +333,6 @@ def test_the_box_is_not_taken_for_the_server(
         text=True,
         check=False,
     )
-    assert re.search(told, ended.stdout), ended.stdout + ended.stderr
+    assert re.search(words, ended.stdout), ended.stdout + ended.stderr
     lines = ended.stdout.splitlines()
-    assert len([line for line in lines if "own" in line]) <= ("WRONG" in told)
+    assert len([line for line in lines if "own" in line]) <= ("WRONG" in words)

@@ -1,4 +1,4 @@
-"""The configuration: what passes, and how each mistake is told."""
+"""The configuration: valid values, and the message for each mistake."""
 
 import base64
 import subprocess
@@ -20,16 +20,16 @@ PEM = "-----BEGIN OPENSSH PRIVATE KEY-----\n"
 
 @pytest.fixture
 def good(tmp_path: Path) -> dict[str, str]:
-    """The fewest settings; a group may read the key, as systemd's credentials."""
+    """The required settings. A group may read the key, as with systemd credentials."""
     (tmp_path / "ssh_key").write_text(f"\n\n{PEM}")
     (tmp_path / "ssh_key").chmod(0o640)
     return MACHINE | {"WAKER_PIN": PIN, "WAKER_SSH_HOST_KEY": KEY}
 
 
 def faults(values: dict[str, str], folder: Path) -> list[str]:
-    with pytest.raises(waker.ConfigError) as told:
+    with pytest.raises(waker.ConfigError) as error:
         waker.read_config(values, folder)
-    return str(told.value).splitlines()
+    return str(error.value).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,26 @@ def faults(values: dict[str, str], folder: Path) -> list[str]:
         (waker.parse_networks, "10.0.0.2 , ::1", waker.parse_networks("10.0.0.2,::1")),
         (waker.fingerprint, PINNED.blob, FINGERPRINT),
     ],
+    ids=[
+        "MAC with colons",
+        "MAC with dashes",
+        "IPv6 in upper case",
+        "mapped IPv4",
+        "listen on IPv6",
+        "key and comment",
+        "comma in the comment",
+        "key type in the comment",
+        "port in brackets",
+        "two names",
+        "two keys",
+        "spaces around the comma",
+        "two keys with names",
+        "no key",
+        "spaces in a list",
+        "fingerprint",
+    ],
 )
-def test_a_right_value_has_one_meaning(
+def test_a_valid_value_is_parsed(
     parse: Callable[[object], object], text: object, value: object
 ) -> None:
     assert parse(text) == value
@@ -72,58 +90,87 @@ DIGITS = f"must be {PIN_FORM}"
 LISTEN = "must be ADDRESS:PORT such as 0.0.0.0:8080"
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "told"),  # the values are separated by |
-    [
-        ("WAKER_PORT", "80", "is not a setting; see `waker --help`"),
-        (
-            "WAKER_PIN",
-            "",
-            f"is not set (names without WAKER_ are ignored); add a line {PIN_LINE}",
-        ),
-        ("WAKER_PIN", "2468101|2468101\udcff", DIGITS),
-        ("WAKER_PIN", "x" * 129, DIGITS),
-        ("WAKER_PIN", " 24681012|24681012\xa0|         ", DIGITS),
-        ("WAKER_HOMELAB_MAC", "525400123456|52:54:00-12-34-56|52:54:00:12:34:5g", MAC),
-        ("WAKER_HOMELAB_MAC", "52:54:00:12:34:56\n|52:54:00:12:34", MAC),
-        ("WAKER_HOMELAB_MAC", "00:00:00:00:00:00|01:00:5e:00:00:01", MAC),
-        ("WAKER_HOMELAB_HOST", "nas.lan|fe80::1%eth0|fe80::1", HOST),
-        ("WAKER_HOMELAB_BROADCAST", "::1", "must be an IPv4 address"),
-        ("WAKER_HOMELAB_NAME", "bell\a", "must be a name of at most 64 characters"),
-        ("WAKER_HOMELAB_NAME", "x" * 65, "must be a name of at most 64 characters"),
-        ("WAKER_INITRD", "dracut", "must be cryptroot (dropbear) or systemd"),
-        ("WAKER_INITRD_SSH_PORT", "0|65536|ssh", "must be a port, 1 to 65535"),
-        ("WAKER_SYSTEM_SSH_PORT", "0", "must be a port, 1 to 65535"),
-        ("WAKER_SSH_USER", "two words", "must be a user's name"),
-        ("WAKER_SSH_KEY", "a\0b", f"must be the path of the SSH key{waker.WHOLE}"),
-        ("WAKER_SSH_KEY", ".", "{} is not a file; correct the path"),
-        (
-            "WAKER_SSH_KEY",
-            "x",
-            f"{{0}} is missing; correct the path, or {waker.MAKE_KEY.format('{0}')}",
-        ),
-        ("WAKER_SSH_KEY", "ssh_key/x", "{}: Not a directory; correct the path"),
-        ("WAKER_SSH_HOST_KEY", f"{FINGERPRINT}|{BLOB}|@revoked {KEY}", KEYS),
-        ("WAKER_SSH_HOST_KEY", f"{KEY[:-4]}|{KEY}*|ssh-ed25519 {BLOB[:20]}", KEYS),
-        ("WAKER_SSH_HOST_KEY", f"ecdsa-sha2-nistp384 {NISTP256}", KEYS),
-        # Nothing that looks like a second key is taken for a comment on the first.
-        ("WAKER_SSH_HOST_KEY", f"{KEY} {KEY}|{KEY} root@box {KEY}|{KEY},", KEYS),
-        ("WAKER_SSH_HOST_KEY", f"{KEY} x,@revoked a,b {KEY}|{KEY},x", KEYS),
-        ("WAKER_SSH_HOST_KEY", f"{KEY},{KEY[:-4]}|{KEY} replaces {KEY}", KEYS),
-        ("WAKER_SSH_HOST_KEY", f"# old: {KEY},{KEY}", KEYS),
-        ("WAKER_SSH_HOST_KEY", f"{KEY} x,@cert-authority a,b {KEY}", KEYS),
-        ("WAKER_LISTEN", "8080|::1:80|1.2.3:80|1.2.3.4:65536", LISTEN),
-        ("WAKER_TRUSTED_PROXY", "nginx", PROXIES),
-        ("WAKER_TLS_CERT", "a\0b", f"must be the path of a certificate{waker.WHOLE}"),
-        ("WAKER_TLS_KEY", "a\0b", f"must be the path of the TLS key{waker.WHOLE}"),
-    ],
-)
-def test_a_wrong_value_is_told_with_the_remedy(
-    good: dict[str, str], tmp_path: Path, name: str, values: str, told: str
+USER = "must be a user's name"
+NAME = "must be a name of at most 64 characters"
+PORT = "must be a port, 1 to 65535"
+UNSET = f"is not set (names without WAKER_ are ignored); add a line {PIN_LINE}"
+KEY_PATH = f"must be the path of the SSH key{waker.WHOLE}"
+KEY_MISSING = f"{{0}} is missing; correct the path, or {waker.MAKE_KEY.format('{0}')}"
+CERT_PATH = f"must be the path of a certificate{waker.WHOLE}"
+TLS_KEY_PATH = f"must be the path of the TLS key{waker.WHOLE}"
+WRONG = {
+    "unknown name": ("PORT", "80", "is not a setting; see `waker --help`"),
+    "no PIN": ("PIN", "", UNSET),
+    "PIN of 7": ("PIN", "2468101", DIGITS),
+    "PIN without UTF-8": ("PIN", "2468101\udcff", DIGITS),
+    "PIN of 129": ("PIN", "x" * 129, DIGITS),
+    "PIN after a space": ("PIN", " 24681012", DIGITS),
+    "PIN before a no-break space": ("PIN", "24681012\xa0", DIGITS),
+    "PIN of spaces": ("PIN", "         ", DIGITS),
+    "MAC without colons": ("HOMELAB_MAC", "525400123456", MAC),
+    "MAC with colons and dashes": ("HOMELAB_MAC", "52:54:00-12-34-56", MAC),
+    "MAC with a g": ("HOMELAB_MAC", "52:54:00:12:34:5g", MAC),
+    "MAC with a newline": ("HOMELAB_MAC", "52:54:00:12:34:56\n", MAC),
+    "MAC of five": ("HOMELAB_MAC", "52:54:00:12:34", MAC),
+    "MAC of zeros": ("HOMELAB_MAC", "00:00:00:00:00:00", MAC),
+    "group MAC": ("HOMELAB_MAC", "01:00:5e:00:00:01", MAC),
+    "name as host": ("HOMELAB_HOST", "nas.lan", HOST),
+    "scope ID": ("HOMELAB_HOST", "fe80::1%eth0", HOST),
+    "link-local host": ("HOMELAB_HOST", "fe80::1", HOST),
+    "IPv6 broadcast": ("HOMELAB_BROADCAST", "::1", "must be an IPv4 address"),
+    "name with a bell": ("HOMELAB_NAME", "bell\a", NAME),
+    "name of 65": ("HOMELAB_NAME", "x" * 65, NAME),
+    "initrd": ("INITRD", "dracut", "must be cryptroot (dropbear) or systemd"),
+    "initrd port 0": ("INITRD_SSH_PORT", "0", PORT),
+    "initrd port 65536": ("INITRD_SSH_PORT", "65536", PORT),
+    "initrd port by name": ("INITRD_SSH_PORT", "ssh", PORT),
+    "system port 0": ("SYSTEM_SSH_PORT", "0", PORT),
+    "user with a space": ("SSH_USER", "two words", USER),
+    "SSH key with a NUL": ("SSH_KEY", "a\0b", KEY_PATH),
+    "SSH key is a folder": ("SSH_KEY", ".", "{0} is not a file; correct the path"),
+    "SSH key is missing": ("SSH_KEY", "x", KEY_MISSING),
+    "SSH key below a file": (
+        "SSH_KEY",
+        "ssh_key/x",
+        "{0}: Not a directory; correct the path",
+    ),
+    "fingerprint": ("SSH_HOST_KEY", FINGERPRINT, KEYS),
+    "key without type": ("SSH_HOST_KEY", BLOB, KEYS),
+    "revoked key": ("SSH_HOST_KEY", f"@revoked {KEY}", KEYS),
+    "key cut at the end": ("SSH_HOST_KEY", KEY[:-4], KEYS),
+    "key with an asterisk": ("SSH_HOST_KEY", f"{KEY}*", KEYS),
+    "key of half a blob": ("SSH_HOST_KEY", f"ssh-ed25519 {BLOB[:20]}", KEYS),
+    "key of another type": ("SSH_HOST_KEY", f"ecdsa-sha2-nistp384 {NISTP256}", KEYS),
+    # Nothing that looks like a second key passes as a comment on the first.
+    "two keys without comma": ("SSH_HOST_KEY", f"{KEY} {KEY}", KEYS),
+    "second key after a comment": ("SSH_HOST_KEY", f"{KEY} root@box {KEY}", KEYS),
+    "comma after the key": ("SSH_HOST_KEY", f"{KEY},", KEYS),
+    "revoked second key": ("SSH_HOST_KEY", f"{KEY} x,@revoked a,b {KEY}", KEYS),
+    "word as second key": ("SSH_HOST_KEY", f"{KEY},x", KEYS),
+    "second key cut": ("SSH_HOST_KEY", f"{KEY},{KEY[:-4]}", KEYS),
+    "key in the comment": ("SSH_HOST_KEY", f"{KEY} replaces {KEY}", KEYS),
+    "old key as comment": ("SSH_HOST_KEY", f"# old: {KEY},{KEY}", KEYS),
+    "second is an authority": (
+        "SSH_HOST_KEY",
+        f"{KEY} x,@cert-authority a,b {KEY}",
+        KEYS,
+    ),
+    "listen without address": ("LISTEN", "8080", LISTEN),
+    "listen on IPv6 without brackets": ("LISTEN", "::1:80", LISTEN),
+    "listen on three octets": ("LISTEN", "1.2.3:80", LISTEN),
+    "listen on port 65536": ("LISTEN", "1.2.3.4:65536", LISTEN),
+    "proxy by name": ("TRUSTED_PROXY", "nginx", PROXIES),
+    "certificate with a NUL": ("TLS_CERT", "a\0b", CERT_PATH),
+    "TLS key with a NUL": ("TLS_KEY", "a\0b", TLS_KEY_PATH),
+}
+
+
+@pytest.mark.parametrize(("name", "value", "words"), WRONG.values(), ids=[*WRONG])
+def test_a_wrong_value_is_refused_with_the_remedy(
+    good: dict[str, str], tmp_path: Path, name: str, value: str, words: str
 ) -> None:
-    for value in values.split("|"):
-        fault = f"{name} {told.format(tmp_path / value)}"
-        assert faults(good | {name: value}, tmp_path) == [fault]
+    fault = f"WAKER_{name} {words.format(tmp_path / value)}"
+    assert faults(good | {f"WAKER_{name}": value}, tmp_path) == [fault]
 
 
 PUTTY = "is in PuTTY's format; run puttygen {0} -O private-openssh -o {0}.new"
@@ -132,7 +179,7 @@ OPEN = "is open to others; chmod 600 {}"
 
 
 @pytest.mark.parametrize(
-    ("content", "mode", "told"),
+    ("content", "mode", "words"),
     [
         (KEY, 0o644, "is a public key; name the private one, without .pub"),
         ("PuTTY-User-Key-File-3: ssh-ed25519\n", 0o644, PUTTY),
@@ -141,14 +188,15 @@ OPEN = "is open to others; chmod 600 {}"
         (PEM, 0o604, OPEN),
         (PEM, 0o602, OPEN),
     ],
+    ids=["public", "PuTTY", "dropbear", "rubbish", "readable", "writable"],
 )
-def test_a_private_key_of_no_use_is_told_with_the_remedy(
-    good: dict[str, str], tmp_path: Path, content: str, mode: int, told: str
+def test_a_useless_private_key_is_refused_with_the_remedy(
+    good: dict[str, str], tmp_path: Path, content: str, mode: int, words: str
 ) -> None:
     path = tmp_path / "ssh_key"
     path.write_text(content)
     path.chmod(mode)
-    assert faults(good, tmp_path) == [f"WAKER_SSH_KEY {path} {told.format(path)}"]
+    assert faults(good, tmp_path) == [f"WAKER_SSH_KEY {path} {words.format(path)}"]
 
 
 def test_a_pin_has_up_to_128_characters() -> None:
@@ -161,16 +209,20 @@ ONE_PORT = "WAKER_INITRD_SSH_PORT must differ from WAKER_SYSTEM_SSH_PORT for sys
 TLS = "WAKER_TLS_CERT and WAKER_TLS_KEY must both be set"
 
 
-def test_settings_that_do_not_fit_each_other_are_told(
-    good: dict[str, str], tmp_path: Path
-) -> None:
-    for values, told in (
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
         (SYSTEMD, ONE_PORT),
         (IPV6, "WAKER_HOMELAB_BROADCAST must be set: WAKER_HOMELAB_HOST is IPv6"),
         ({"WAKER_TLS_CERT": "ssh_key"}, TLS),
         ({"WAKER_TLS_KEY": "ssh_key"}, TLS),
-    ):
-        assert faults(good | values, tmp_path) == [told]
+    ],
+    ids=["one port", "IPv6", "certificate alone", "TLS key alone"],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    good: dict[str, str], tmp_path: Path, values: dict[str, str], fault: str
+) -> None:
+    assert faults(good | values, tmp_path) == [fault]
 
 
 def test_a_file_is_read_as_people_and_editors_write_it(tmp_path: Path) -> None:
@@ -209,7 +261,7 @@ WAKER_HOMELAB_NAME="secret"  'secret'
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "expected"),
     [
         (
             MISREAD.encode(),
@@ -225,32 +277,33 @@ WAKER_HOMELAB_NAME="secret"  'secret'
         ),
         ("WAKER_PIN=äöü".encode("latin-1"), [" is not UTF-8; save it as UTF-8"]),
     ],
+    ids=["lines", "encoding"],
 )
-def test_a_file_that_could_be_misread_is_told_and_not_quoted(
-    tmp_path: Path, content: bytes, told: list[str]
+def test_a_file_that_could_be_misread_is_refused_without_quoting_it(
+    tmp_path: Path, content: bytes, expected: list[str]
 ) -> None:
     file = tmp_path / "waker.env"
     file.write_bytes(content)
     with pytest.raises(waker.ConfigError) as error:
         waker.read_env_file(file)
-    assert str(error.value).splitlines() == [f"{file}{fault}" for fault in told]
+    assert str(error.value).splitlines() == [f"{file}{fault}" for fault in expected]
 
 
-def test_the_environment_wins_and_all_mistakes_are_told_without_their_values(
+def test_the_environment_wins_and_all_mistakes_are_reported_without_values(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "waker.env"
     file.write_text("WAKER_PIN=s3crt\nWAKER_SSH_USER=s3 crt\nwaker_x=s3crt\n")
     settings = MACHINE | {"WAKER_SSH_USER": "root", "WAKER_X": "s3crt"}
     ended = run_waker("--env-file", str(file), settings=settings)
-    told = [line.split()[0] for line in ended.stderr.splitlines()]
-    assert told == ["WAKER_X", "waker_x", "WAKER_PIN"]
+    names = [line.split()[0] for line in ended.stderr.splitlines()]
+    assert names == ["WAKER_X", "waker_x", "WAKER_PIN"]
     assert "s3crt" not in ended.stderr
     assert ended.returncode == 78
 
 
 def test_without_any_setting_the_usual_file_is_read(tmp_path: Path) -> None:
-    """In a mount namespace of its own, in which a folder of the test lies over /etc."""
+    """In a mount namespace, where a folder of the test replaces /etc."""
     need_root()
     (tmp_path / "waker").mkdir()
     (tmp_path / "waker/waker.env").write_text("WAKER_INITRD_SSH_PORT=two words\n")
@@ -263,5 +316,9 @@ def test_without_any_setting_the_usual_file_is_read(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    told = [line.split()[0] for line in ended.stderr.splitlines()]
-    assert told == ["WAKER_HOMELAB_HOST", "WAKER_INITRD_SSH_PORT", "WAKER_HOMELAB_HOST"]
+    names = [line.split()[0] for line in ended.stderr.splitlines()]
+    assert names == [
+        "WAKER_HOMELAB_HOST",
+        "WAKER_INITRD_SSH_PORT",
+        "WAKER_HOMELAB_HOST",
+    ]

@@ -1,4 +1,4 @@
-"""The program as its users run it: its commands, its log, its child, its secrets."""
+"""The program as users run it: commands, log, the unlocking process, secrets."""
 
 import contextlib
 import json
@@ -48,22 +48,29 @@ NOT_CONFIRMED = "Not confirmed: the passphrase was sent, but "
 ENDED = "the unlocking process ended with status -9; see waker's log"
 
 
-def test_a_page_that_is_missing_is_told_with_its_path(tmp_path: Path) -> None:
+def test_a_missing_page_is_reported_with_its_path(tmp_path: Path) -> None:
     command = [sys.executable, shutil.copy(PROGRAM, tmp_path)]
     settings = environment(MACHINE | {"WAKER_PIN": PIN})
     ended = subprocess.run(command, env=settings, stderr=subprocess.PIPE, check=False)
-    told = f"the page {tmp_path}/ui.html: No such file or directory\n"
-    assert (ended.returncode, ended.stderr.decode()) == (78, told)
+    message = f"the page {tmp_path}/ui.html: No such file or directory\n"
+    assert (ended.returncode, ended.stderr.decode()) == (78, message)
 
 
 def test_version_and_help_need_no_configuration() -> None:
     assert run_waker("--version").stdout == f"waker {waker.__version__}\n"
-    told = run_waker("--help").stdout
-    for name, _, _, right in waker.SETTINGS:
-        assert name in told
-        assert right.partition(";")[0] in told
-    for wrong in ("shutdown", "--seconds=5", "--seconds=10000"):
-        assert run_waker(wrong).returncode == 2
+    text = run_waker("--help").stdout
+    for name, _, _, form in waker.SETTINGS:
+        assert name in text
+        assert form.partition(";")[0] in text, name
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["shutdown", "--seconds=5", "--seconds=10000"],
+    ids=["unknown command", "too few seconds", "too many seconds"],
+)
+def test_a_wrong_argument_is_refused(argument: str) -> None:
+    assert run_waker(argument).returncode == 2
 
 
 def test_without_paramiko_it_wakes_and_watches(lab: Homelab, tmp_path: Path) -> None:
@@ -106,8 +113,8 @@ def test_state_and_unlock_read_only_what_they_need() -> None:
 # ---- The log -------------------------------------------------------------------------
 
 
-def test_the_log_names_who_came_and_never_a_trusted_proxy() -> None:
-    """Or who bans the addresses in it would ban everybody behind the proxy."""
+def test_the_log_names_the_client_and_never_a_trusted_proxy() -> None:
+    """Or a ban by those addresses would shut out everybody behind the proxy."""
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as error:
@@ -139,7 +146,7 @@ def test_the_log_names_who_came_and_never_a_trusted_proxy() -> None:
     ]
 
 
-def test_no_connection_takes_the_place_of_a_closed_standard_error() -> None:
+def test_no_connection_replaces_a_closed_standard_error() -> None:
     """Or its client would read the log."""
     port = free_port()
     where = {"WAKER_LISTEN": f"127.0.0.1:{port}", "WAKER_PIN": PIN}
@@ -169,12 +176,12 @@ def test_no_connection_takes_the_place_of_a_closed_standard_error() -> None:
 def test_a_box_that_stalls_loses_no_passphrase(
     config: waker.Config, tmp_path: Path
 ) -> None:
-    """A busy one may stop a thread for 150 ms whenever it has waited for a file."""
+    """A thread of a busy one may pause for 150 ms whenever it has waited for a file."""
     program = tmp_path / "child.py"
     program.write_text(
         "import json, sys\n"
-        "told = sys.stdin.buffer.read().decode()\n"
-        "print(json.dumps({'outcome': 'unlocked', 'sent': True, 'message': told}))\n"
+        "given = sys.stdin.buffer.read().decode()\n"
+        "print(json.dumps({'outcome': 'unlocked', 'sent': True, 'message': given}))\n"
     )
 
     def stall(frame: object, event: str, function: Any) -> None:
@@ -201,8 +208,9 @@ def test_a_box_that_stalls_loses_no_passphrase(
         ('{"sent": true}\nhello', "not_confirmed"),
         ('{"sent": true}\n{"outcome": "unlocked"}', "not_confirmed"),
     ],
+    ids=["nothing", "word", "only sent", "sent and word", "incomplete"],
 )
-def test_what_is_no_result_is_not_believed(
+def test_only_a_complete_result_is_believed(
     config: waker.Config, tmp_path: Path, printed: str, outcome: str
 ) -> None:
     program = tmp_path / "child.py"
@@ -242,15 +250,15 @@ def test_sigterm_lets_a_running_unlock_finish(tmp_path: Path) -> None:
                 waiting.sendall(b"GET / HTTP/1.1\r\n")
                 for _ in range(5):  # time passes
                     assert client.call("GET", "/").status == 200
-                os.kill(child, signal.SIGTERM)  # systemd may tell the whole group
+                os.kill(child, signal.SIGTERM)  # systemd may signal the whole group
                 started.process.terminate()
-                assert waiting.recv(1) == b""  # though a request has ten seconds
+                assert waiting.recv(1) == b""  # although a request has ten seconds
             assert started.process.wait(60) == 0
     assert answer.result().json["message"] == "Unlocked: d."
     assert not Path(f"/proc/{child}").exists()
 
 
-def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_daemon_at_once(tmp_path: Path) -> None:
     with paramiko_server(tmp_path, Disks(ONE, slow=30)) as initrd:
         settings = initrd.machine().settings() | MAC | {"WAKER_PIN": PIN}
         with subprocess.Popen(
@@ -287,9 +295,11 @@ def test_an_unlocking_process_that_cannot_start_has_sent_nothing(
     assert result == waker.Result("error", sent=False, message=f"{reason}. {NOT_SENT}")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGHUP], ids=["interrupt", "hang-up"]
+)
 def test_a_running_unlock_survives_its_terminal(tmp_path: Path, number: int) -> None:
-    """^C reaches every process of the daemon's group, and so does a hang-up."""
+    """^C and a hang-up reach every process of the daemon's group."""
     terminal = "setsid", "env", f"--default-signal={number}"
     with paramiko_server(tmp_path, Disks(ONE)) as initrd:
         with daemon(initrd.machine().settings() | MAC, *terminal) as started:
@@ -307,7 +317,7 @@ def test_a_running_unlock_survives_its_terminal(tmp_path: Path, number: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("disks", "seconds", "told"),
+    ("disks", "seconds", "message"),
     [
         (Disks(ONE, mute=True), 6, f"Failed to unlock: {ENDED}. {NOT_SENT}"),
         (Disks(ONE, slow=9), 90, f"{NOT_CONFIRMED}{ENDED}; watch GET /api/status"),
@@ -315,9 +325,9 @@ def test_a_running_unlock_survives_its_terminal(tmp_path: Path, number: int) -> 
     ids=["hangs", "dies"],
 )
 def test_a_child_that_hangs_or_dies_is_not_believed(
-    tmp_path: Path, disks: Disks, seconds: int, told: str
+    tmp_path: Path, disks: Disks, seconds: int, message: str
 ) -> None:
-    """It stops by itself before its time is over; here it is made unable to."""
+    """By itself it would stop in time."""
     with paramiko_server(tmp_path, disks) as initrd:
         settings = {"WAKER_PIN": PIN} | MAC | initrd.machine().settings()
         config = waker.read_config(settings, tmp_path)._replace(unlock_seconds=seconds)
@@ -327,12 +337,12 @@ def test_a_child_that_hangs_or_dies_is_not_believed(
             if disks.slow:
                 wait_for(initrd.received)
             os.kill(child, signal.SIGKILL if disks.slow else signal.SIGSTOP)
-            assert answer.result().error == told
+            assert answer.result().error == message
     assert answer.result().status == 500
 
 
 def test_an_unlock_leaves_nothing_and_shows_no_secret(tmp_path: Path) -> None:
-    """Not to other processes, not in the log, and not in memory that is kept."""
+    """Other processes and the log do not see it, and no memory keeps it."""
     secret = "the-secret-passphrase"
     with paramiko_server(tmp_path, Disks({"d": secret}, slow=1)) as initrd:
         with daemon(initrd.machine().settings() | MAC) as started:
@@ -357,25 +367,45 @@ def test_an_unlock_leaves_nothing_and_shows_no_secret(tmp_path: Path) -> None:
             assert not re.search("cryptography|nacl", (proc / "maps").read_text())
             started.stop()
     assert [answer.status for answer in answers] == [200, 400, 400]
-    told = b"".join(answer.body for answer in answers).decode()
+    said = b"".join(answer.body for answer in answers).decode()
     log = "\n".join(started.log)
-    for one in (secret, client.token):
-        assert one not in shown[child] + shown[parent] + log + told
+    for hidden in (secret, client.token):
+        assert hidden not in shown[child] + shown[parent] + log + said
     for pin in (PIN, "a-wrong-pin"):
         assert pin not in shown[child] + log
     assert PIN in shown[parent]  # the environment that the user put it into
 
 
-def test_no_secret_is_in_a_repr(config: waker.Config) -> None:
+@pytest.mark.parametrize(
+    "kind", ["pin", "passphrase", "config", "request", "response", "gate", "app"]
+)
+def test_a_value_does_not_show_its_secret_when_it_is_printed(kind: str) -> None:
+    config = waker.read_config(MACHINE | {"WAKER_PIN": PIN}, Path())
     app = new_app(config)
     token = app.gate.issue_token(0)
-    body = PASSPHRASE.encode()
-    request = waker.Request("POST", "/x", "192.0.2.1", 0, token=token, body=body)
-    answer = waker.Response({"token": token})
-    told = repr((app, app.gate, config, waker.Passphrase(PASSPHRASE), request, answer))
-    digest = waker.sha256(PIN.encode())
-    for secret in (token, PASSPHRASE, repr(body), PIN, digest.hex(), repr(digest)):
-        assert secret not in told
+    body = json.dumps({"passphrase": PASSPHRASE}).encode()
+    values = {
+        "pin": config.pin,
+        "passphrase": waker.Passphrase(PASSPHRASE),
+        "config": config,
+        "request": waker.Request("POST", "/x", "192.0.2.1", 0, token=token, body=body),
+        "response": waker.Response({"token": token}),
+        "gate": app.gate,
+        "app": app,
+    }
+    shown = f"{values[kind]} {values[kind]!r} {[values[kind]]}"
+    secrets = [PIN, "horse", token]
+    for digest in (waker.sha256(PIN.encode()), waker.sha256(token.encode())):
+        secrets += [digest.hex(), repr(digest)[2:-1]]
+    assert [secret for secret in secrets if secret in shown] == []
+
+
+def test_a_bug_is_logged_without_the_text_of_its_error() -> None:
+    """The text may quote a secret, as this one does."""
+    with pytest.raises(ValueError, match="horse") as caught:
+        int(PASSPHRASE)
+    line = waker.describe_bug(caught.value)
+    assert re.fullmatch(r"bug: ValueError, test_daemon\.py:\d+", line)
 
 
 # ---- `waker unlock` by hand ----------------------------------------------------------
@@ -400,7 +430,7 @@ NOTHING = "no passphrase was entered"
 
 
 @pytest.mark.parametrize(
-    ("command", "key", "told"),
+    ("command", "key", "message"),
     [
         ('"$@" <&-', b"", FORM),
         ("printf 'two\\n\\n' | \"$@\"", b"", FORM),
@@ -410,7 +440,9 @@ NOTHING = "no passphrase was entered"
     ],
     ids=["closed", "two line ends", "no UTF-8", "^C at the prompt", "^D at the prompt"],
 )
-def test_unlock_by_hand_says_what_it_takes(command: str, key: bytes, told: str) -> None:
+def test_unlock_by_hand_says_what_is_wrong(
+    command: str, key: bytes, message: str
+) -> None:
     ours, its = os.openpty()
     with subprocess.Popen(
         ["sh", "-c", command, "sh", sys.executable, PROGRAM, "unlock"],
@@ -428,5 +460,5 @@ def test_unlock_by_hand_says_what_it_takes(command: str, key: bytes, told: str) 
         printed, complaints = child.communicate(timeout=60)
     os.close(ours)
     os.close(its)
-    assert json.loads(printed)["message"].startswith(told)
+    assert json.loads(printed)["message"].startswith(message)
     assert (child.returncode, complaints) == (1, "")

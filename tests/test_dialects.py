@@ -1,7 +1,7 @@
-"""The dialect systemd, where a virtual machine is not needed.
+"""The systemd dialect, as far as it can be tested without a virtual machine.
 
-OpenSSH is real, and so are systemd's `systemd-ask-password` and its agent, and the
-shells. The scripts in `initrds` do what is left: disks that open and that do not.
+OpenSSH, the shells, `systemd-ask-password` and its agent are real. The scripts in
+`initrds` simulate the rest: disks that can and cannot be unlocked.
 """
 
 import contextlib
@@ -16,8 +16,14 @@ from typing import Any
 import pytest
 from conftest import PROGRAM, environment, need, wait_for
 from cryptroot_unlock import Disks
-from ssh_servers import free_port, prepare_sshd, process
-from test_unlock import ODD, SHORT, unlock
+from ssh_servers import (
+    ODD_PASSPHRASE,
+    SHORT_UNLOCK,
+    free_port,
+    prepare_sshd,
+    process,
+    unlock,
+)
 
 import waker
 
@@ -55,10 +61,10 @@ PIN = "systemd-ask-password --no-tty --timeout=0 --id=tpm2-pin PIN: >>FOLDER/tri
 def systemd(
     folder: Path, keys: dict[str, str], setup: str = "", until: str = ".", ssh: str = ""
 ) -> Iterator[waker.Machine]:
-    """Run OpenSSH in an initrd of systemd's kind, and `setup` ahead of its disks.
+    """Run OpenSSH in a simulated systemd initrd; run `setup` before its disks ask.
 
-    Its first disk asks at once, and the others when there is a file named `until`.
-    What its disks were given is in a file named `tried`.
+    The first disk asks at once, the others as soon as the file `until` exists. The
+    file `tried` lists the passphrases that each disk was given.
     """
     for name in ("keys", "opened", "failed", "etc"):
         (folder / name).mkdir()
@@ -92,16 +98,24 @@ def systemd(
 @pytest.mark.parametrize(
     "case",
     [
-        ({"root": ODD}, {}, {ODD: f"{UNLOCKED}root."}, [f"root {ODD}"]),
+        (
+            {"root": ODD_PASSPHRASE},
+            {},
+            {ODD_PASSPHRASE: f"{UNLOCKED}root."},
+            [f"root {ODD_PASSPHRASE}"],
+        ),
         (BOTH, {"until": "opened/root"}, {"x": f"{UNLOCKED}root, home"}, None),
         # Never an empty passphrase, which would show between these.
         (
             *(HOME, {}, {"x": f"{WRONG}home. ", "y": f"{UNLOCKED}home."}),
             ["home x", "home y", "root x"],
         ),
-        # It gives up on the third wrong one. It opened the other disk, too late.
+        # systemd gives up after the third wrong one, which opened the other disk. From
+        # then on, no disk asks.
         (
-            *(HOME, {}, {"1": f"{WRONG}.*{CAREFUL}", "2": WRONG, "x": GAVE_UP}),
+            HOME,
+            {},
+            {"1": f"{WRONG}.*{CAREFUL}", "2": WRONG, "x": GAVE_UP, "y": GAVE_UP},
             [f"{disk} {given}" for disk in ("home", "root") for given in "12x"],
         ),
         ({}, {}, {"x": OPEN}, []),
@@ -114,7 +128,7 @@ def systemd(
         (ROOT, {"setup": ONE_FAILED}, {"1": f"{WRONG}root. "}, ["root 1"]),
         (ROOT, {"setup": "sleep 2"}, {"x": f"{UNLOCKED}root."}, ["root x"]),
         (ROOT, {"setup": PIN}, {"x": FOREIGN}, []),
-        # An initrd that makes way for the system, and a silent one, confirm nothing.
+        # An initrd that hands over to the system, or says nothing, confirms nothing.
         (ROOT, {"setup": "touch FOLDER/over"}, {"x": UNCONFIRMED}, ["root x"]),
         (ROOT, {"setup": "touch FOLDER/silent"}, {"x": UNCONFIRMED}, ["root x"]),
     ],
@@ -124,14 +138,16 @@ def systemd(
         *("early", "foreign", "over", "silent"),
     ],
 )
-def test_systemd_is_answered_and_told_as_what_was_seen(
+def test_each_outcome_of_a_systemd_initrd_is_reported(
     tmp_path: Path, case: Any
 ) -> None:
-    keys, options, told, tried = case
+    keys, options, expected, tried = case
     with systemd(tmp_path, keys, **options) as machine:
-        for passphrase, pattern in told.items():
-            seconds = SHORT if pattern == UNCONFIRMED else 60  # it waits to the end
-            assert re.match(pattern, unlock(machine, passphrase, seconds))
+        for passphrase, pattern in expected.items():
+            # An unconfirmed unlock uses up all its time.
+            seconds = SHORT_UNLOCK if pattern == UNCONFIRMED else 60
+            message = unlock(machine, passphrase, seconds)
+            assert re.match(pattern, message), (passphrase, message)
         lines = sorted((tmp_path / "tried").read_text().splitlines())
         assert tried in (None, lines)
 
@@ -139,7 +155,11 @@ def test_systemd_is_answered_and_told_as_what_was_seen(
 @pytest.mark.parametrize(
     "case",
     [
-        ({"root": ODD}, "", {"wrong": WRONG, ODD: f"{UNLOCKED}root."}),
+        (
+            {"root": ODD_PASSPHRASE},
+            "",
+            {"wrong": WRONG, ODD_PASSPHRASE: f"{UNLOCKED}root."},
+        ),
         (HOME, "", {"1": f"{WRONG}.*{CAREFUL}", "2": WRONG, "x": GAVE_UP}),
         ({}, "", {"x": OPEN}),
         (ROOT, "rm /etc/initrd-release", {"x": UP}),
@@ -147,15 +167,16 @@ def test_systemd_is_answered_and_told_as_what_was_seen(
     ],
     ids=["odd", "gives up", "open", "booted", "foreign"],
 )
-def test_an_initrd_that_runs_the_script_of_2_1_is_understood(
+def test_the_unlock_script_of_version_2_1_still_works(
     tmp_path: Path, case: Any
 ) -> None:
-    """As a forced command: an initrd keeps its script when waker is upgraded."""
-    keys, setup, told = case
+    """An initrd keeps the script of its forced command when waker is upgraded."""
+    keys, setup, expected = case
     forced = f"-o ForceCommand='sh {SCRIPTS}/unlock-2.1.sh'"
     with systemd(tmp_path, keys, setup, ssh=forced) as machine:
-        for passphrase, pattern in told.items():
-            assert re.match(pattern, unlock(machine, passphrase))
+        for passphrase, pattern in expected.items():
+            message = unlock(machine, passphrase)
+            assert re.match(pattern, message), (passphrase, message)
 
 
 def test_a_disk_that_was_opened_at_the_console_is_not_called_unlocked(
@@ -177,7 +198,7 @@ def test_a_disk_that_was_opened_at_the_console_is_not_called_unlocked(
         assert f"{result.outcome}: {result.message}".startswith(UNCONFIRMED)
 
 
-def test_systemd_is_given_nothing_more_when_waker_has_gone(tmp_path: Path) -> None:
+def test_no_more_disks_are_answered_once_waker_is_killed(tmp_path: Path) -> None:
     passphrase, tried = tmp_path / "passphrase", tmp_path / "tried"
     passphrase.write_text("x")
     command = sys.executable, PROGRAM, "unlock"
@@ -188,5 +209,5 @@ def test_systemd_is_given_nothing_more_when_waker_has_gone(tmp_path: Path) -> No
                 wait_for(tried.read_text)
                 child.kill()
         (tmp_path / "gone").touch()
-        unlock(machine, "wrong")  # for which the other disk has to ask
+        unlock(machine, "wrong")  # only possible if the other disk still asks
         assert tried.read_text().splitlines() == ["root x", "home wrong"]

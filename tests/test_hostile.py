@@ -1,4 +1,4 @@
-"""A server that has the pinned host key and lies, and an impostor that has not."""
+"""A lying server that has the pinned host key, and an impostor that does not."""
 
 import contextlib
 import os
@@ -31,8 +31,7 @@ from conftest import (
 )
 from homelab import DROPBEAR
 from paramiko.common import AUTH_SUCCESSFUL, OPEN_SUCCEEDED
-from ssh_servers import free_port
-from test_unlock import HOST_KEY, Speak, machine_at, peer
+from ssh_servers import HOST_KEY, Serve, free_port, machine_at, tcp_server
 
 import waker
 
@@ -53,10 +52,10 @@ NO_MEMORY = f"Failed to unlock: out of memory.* {UNSENT}"
 
 @dataclass
 class Liar(paramiko.ServerInterface):
-    """An SSH server with the pinned host key, whose command says what a test wants.
+    """An SSH server with the pinned host key; its command prints what a test wants.
 
-    Each run of the command takes the next row of `runs`; the last row repeats. A step
-    is text to send or a function to call.
+    Each run of the command plays the next row of `runs`; the last row repeats. A step
+    is either text to send or a function to call.
     """
 
     runs: Runs = ()
@@ -107,11 +106,11 @@ class Liar(paramiko.ServerInterface):
                 elif answer := step(channel):
                     self.received.append(answer)
             channel.send_exit_status(1)
-            channel.shutdown_write()  # to close might overtake "it has begun"
+            channel.shutdown_write()  # closing could overtake the reply to exec
 
 
 def reads(channel: paramiko.Channel) -> bytes:
-    """Read to the end of a line, or of the input."""
+    """Read until the end of a line or of the input."""
     answer = b""
     while not answer.endswith(b"\n") and (data := channel.recv(1024)):
         answer += data
@@ -136,7 +135,7 @@ def says(words: str) -> str:
 
 
 def send_unasked(channel: paramiko.Channel) -> None:
-    """Send 200 MB, and ignore that SSH's window is full after two."""
+    """Send 200 MB, ignoring that SSH's window is full after two."""
     for _ in range(200):
         channel.out_window_size = 1 << 40
         channel.sendall(FLOOD.encode() * 14979)
@@ -146,7 +145,7 @@ def send_big_packet(transport: Any) -> None:
     """Send the first block of a packet of 80 MB, encrypted by AES in counter mode."""
     packetizer = transport.packetizer
     cipher = packetizer._Packetizer__block_engine_out  # noqa: SLF001
-    # Twelve more than a multiple of 16, or SSH does not allow such a packet.
+    # SSH allows only sizes that are twelve more than a multiple of 16.
     with packetizer._Packetizer__write_lock:  # noqa: SLF001
         packetizer.write_all(cipher.update(struct.pack(">I", BIG + 12) + bytes(12)))
 
@@ -156,13 +155,13 @@ def send_big(channel: paramiko.Channel) -> None:
 
 
 def stay(_: paramiko.Channel) -> None:
-    time.sleep(30)  # seconds; the client leaves before
+    time.sleep(30)  # seconds; the client disconnects earlier
 
 
 @contextlib.contextmanager
-def api_for(folder: Path, speak: Speak, dialect: str = "cryptroot") -> Iterator[Client]:
-    """Run a daemon whose machine is a server that speaks like that."""
-    with peer(speak) as port:
+def api_for(folder: Path, serve: Serve, dialect: str = "cryptroot") -> Iterator[Client]:
+    """Run a daemon whose machine is a TCP server; yields a client with a token."""
+    with tcp_server(serve) as port:
         machine = machine_at(folder, port)._replace(
             dialect=waker.parse_dialect(dialect), system_port=free_port()
         )
@@ -179,7 +178,7 @@ def start(client: Client, passphrase: str) -> Any:
 
 
 def measure(call: Callable[[], Answer]) -> tuple[Answer, float]:
-    """Make a request that unlocks; returns the answer, and its child's peak in MB."""
+    """Make a request that unlocks; returns the answer and the child's peak in MB."""
     peak = 0
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(call)
@@ -260,7 +259,7 @@ CASES: dict[str, tuple[str, str, Runs, int, str, int]] = {
         r"Failed to unlock: the server stopped .*; unlocked: root\. .* was sent\.",
         1,
     ),
-    "asks for ever": (
+    "asks endlessly": (
         *("cryptroot", PASSPHRASE),
         [(asks(name), reads, opened(name)) for name in MANY],
         500,
@@ -344,7 +343,7 @@ CASES: dict[str, tuple[str, str, Runs, int, str, int]] = {
         [(asks("root") + opened("root")[:25], reads, opened("root")[25:])],
         *(500, NO_VERDICT, 1),
     ),
-    "was opened and rejected before it asks": (
+    "opened and rejected before it asks": (
         *("cryptroot", PASSPHRASE),
         [(opened("root") + rejected() + asks("root"), reads, opened("root")), ()],
         *(200, r"Unlocked: root\.", 1),
@@ -414,16 +413,16 @@ CASES: dict[str, tuple[str, str, Runs, int, str, int]] = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_machine_that_lies_is_believed_no_further_than_it_must_be(
+def test_a_lying_server_gains_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], case: Any
 ) -> None:
-    dialect, passphrase, runs, status, told, answers = case
+    dialect, passphrase, runs, status, pattern, answers = case
     liar = Liar(runs)
     with api_for(tmp_path, liar.serve, dialect) as client:
         answer = client.unlock(passphrase)
         assert answer.status == status, answer.body
         message = str(answer.json.get("error") or answer.json["message"])
-        assert re.fullmatch(told, message.removesuffix(WATCH)), message
+        assert re.fullmatch(pattern, message.removesuffix(WATCH)), message
         assert len(message) <= 1000
         assert liar.received == [passphrase.encode()] * answers
     log = capfd.readouterr().err
@@ -433,27 +432,27 @@ def test_a_machine_that_lies_is_believed_no_further_than_it_must_be(
 
 
 def test_a_start_reports_a_lie_as_an_unlock_does(tmp_path: Path) -> None:
-    """What was not confirmed is watched; the rest has failed."""
+    """An unconfirmed unlock is watched; any other lie ends the start as failed."""
     liar = Liar([(asks("root"), reads, opened(ECHOED))])
     with api_for(tmp_path, liar.serve) as client:
-        there = start(client, ECHOED)
-        assert (there["phase"], there["outcome"]) == ("booting", "not_confirmed")
-        assert re.fullmatch(NO_VERDICT + r"\.", there["message"])
+        status = start(client, ECHOED)
+        assert (status["phase"], status["outcome"]) == ("booting", "not_confirmed")
+        assert re.fullmatch(NO_VERDICT + r"\.", status["message"])
         liar.runs = [(asks(ECHOED), reads, rejected())]
-        there = start(client, ECHOED)
-        assert there["outcome"] == "wrong_passphrase"
-        assert there["message"] == "Wrong passphrase for a disk."
+        status = start(client, ECHOED)
+        assert status["outcome"] == "wrong_passphrase"
+        assert status["message"] == "Wrong passphrase for a disk."
         assert liar.received == [ECHOED.encode()] * 2
 
 
-def test_what_is_in_the_channel_before_sending_is_no_verdict(tmp_path: Path) -> None:
+def test_output_from_before_the_answer_is_not_a_verdict(tmp_path: Path) -> None:
     more = threading.Event()
 
     def pause(_: paramiko.Channel) -> None:
         more.wait(60)  # seconds, at most
 
     liar = Liar([(asks("root"), pause, opened("root"), reads)])
-    with peer(liar.serve) as port:
+    with tcp_server(liar.serve) as port:
         machine = machine_at(tmp_path, port)
         with contextlib.closing(waker.open_transport(machine)) as transport:
             waker.exchange_keys(transport, machine)
@@ -471,7 +470,7 @@ def test_what_is_in_the_channel_before_sending_is_no_verdict(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("run", "told"),
+    ("run", "pattern"),
     [
         ([FLOOD * 20_000, stay], f"Failed to unlock: the .* too much text.* {UNSENT}"),
         ([asks("d"), reads, FLOOD * 20_000, stay], NO_VERDICT),
@@ -485,14 +484,14 @@ def test_what_is_in_the_channel_before_sending_is_no_verdict(tmp_path: Path) -> 
     ],
     ids=["text", "late", "no window", "no window, late", "packet", "packet, late"],
 )
-def test_a_machine_that_sends_too_much_is_hung_up_on(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], run: list[Step], told: str
+def test_too_much_output_ends_the_connection(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], run: list[Step], pattern: str
 ) -> None:
     liar = Liar([run])
     with api_for(tmp_path, liar.serve) as client:
         began = time.monotonic()
         answer, peak = measure(client.unlock)
-        assert re.fullmatch(told, answer.error.removesuffix(WATCH)), answer.error
+        assert re.fullmatch(pattern, answer.error.removesuffix(WATCH)), answer.error
         assert peak <= PEAK
         assert time.monotonic() - began < 30
         assert len(liar.received) == run.count(reads)
@@ -500,7 +499,7 @@ def test_a_machine_that_sends_too_much_is_hung_up_on(
 
 
 @pytest.mark.parametrize("moment", ["keys", "login", "channel"])
-def test_memory_that_runs_out_earlier_is_no_refusal(
+def test_running_out_of_memory_is_not_reported_as_a_refusal(
     tmp_path: Path, moment: str
 ) -> None:
     liar = Liar([(stay,)], bursts_at=moment)
@@ -509,7 +508,7 @@ def test_memory_that_runs_out_earlier_is_no_refusal(
 
 
 def make_room(channel: Any) -> None:
-    """Allow the client to send."""
+    """Open the window, so that the client may send."""
     packet = paramiko.Message()
     packet.add_byte(paramiko.common.cMSG_CHANNEL_WINDOW_ADJUST)
     packet.add_int(channel.remote_chanid)
@@ -522,20 +521,20 @@ def pause(_: paramiko.Channel) -> None:
 
 
 @pytest.mark.parametrize("late", [(), (make_room, reads)], ids=["never", "afterwards"])
-def test_a_passphrase_that_could_not_be_sent_unlocks_nothing(
+def test_success_is_not_believed_if_the_passphrase_could_not_be_sent(
     tmp_path: Path, late: Sequence[Step]
 ) -> None:
-    """A server may leave no room for it, and report success meanwhile."""
+    """The server leaves no room in its window, and then reports success."""
     liar = Liar([(asks("root"), pause, opened("root"), *late), ()], window=0)
     with api_for(tmp_path, liar.serve) as client:
         assert re.fullmatch(NO_VERDICT + WATCH, client.unlock().error)
     assert liar.received == []
 
 
-def impostor(size: int) -> Speak:
-    """Announce a packet of that many bytes, and send it, for ten seconds at most."""
+def impostor(size: int) -> Serve:
+    """Announce a packet of `size` bytes, and send it for at most ten seconds."""
 
-    def speak(connection: socket.socket) -> None:
+    def serve(connection: socket.socket) -> None:
         deadline = time.monotonic() + 10
         with connection, contextlib.suppress(OSError):  # the client has gone
             connection.sendall(f"{DROPBEAR}\r\n".encode() + struct.pack(">I", size))
@@ -543,11 +542,15 @@ def impostor(size: int) -> Speak:
             while sent < size and time.monotonic() < deadline:
                 sent += connection.send(bytes(min(size - sent, 1 << 16)))
 
-    return speak
+    return serve
 
 
-# Four more than a multiple of eight, or SSH does not allow such a packet.
-@pytest.mark.parametrize("size", [(200 << 20) + 4, (1 << 32) - 4, (36 << 20) + 4])
+# SSH allows only sizes that are four more than a multiple of eight.
+@pytest.mark.parametrize(
+    "size",
+    [(200 << 20) + 4, (1 << 32) - 4, (36 << 20) + 4],
+    ids=["200 MB", "4 GB", "36 MB"],
+)
 def test_an_impostor_cannot_exhaust_the_box(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], size: int
 ) -> None:
@@ -555,21 +558,21 @@ def test_an_impostor_cannot_exhaust_the_box(
         answer, peak = measure(client.unlock)
         assert re.fullmatch(NO_MEMORY, answer.error), answer.error
         assert peak <= PEAK
-        there = start(client, PASSPHRASE)
-        assert there["outcome"] == "error"
-        assert re.fullmatch(f"out of memory.* {UNSENT}", there["message"])
+        status = start(client, PASSPHRASE)
+        assert status["outcome"] == "error"
+        assert re.fullmatch(f"out of memory.* {UNSENT}", status["message"])
         config = client.app.config if client.app else None
         assert config
         settings = {"WAKER_PIN": PIN} | MAC | config.machine.settings()
-        found = run_waker("check", settings=settings).stdout
-        assert re.search("WRONG +host key +out of memory", found), found
+        table = run_waker("check", settings=settings).stdout
+        assert re.search("WRONG +host key +out of memory", table), table
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_large_stack_limit_does_not_count(tmp_path: Path) -> None:
-    """Where threads had stacks of that size, an unlock would have no memory left."""
+def test_an_unlock_works_despite_a_large_stack_limit(tmp_path: Path) -> None:
+    """If threads had stacks of that size, an unlock would run out of memory."""
     liar = Liar([(asks("d"), reads, opened("d")), ()])
-    with peer(liar.serve) as port:
+    with tcp_server(liar.serve) as port:
         machine = machine_at(tmp_path, port)._replace(system_port=free_port())
         command = [need("prlimit"), "--stack=67108864:67108864"]
         with daemon(MAC | machine.settings(), *command) as box:
@@ -578,7 +581,7 @@ def test_a_large_stack_limit_does_not_count(tmp_path: Path) -> None:
 
 
 def test_a_thread_that_cannot_start_is_reported(tmp_path: Path) -> None:
-    with peer(impostor(0)) as port:
+    with tcp_server(impostor(0)) as port:
         machine = machine_at(tmp_path, port)
         deadline = time.monotonic() + 60
         with no_threads():

@@ -34,6 +34,7 @@ from conftest import (
     wait_for,
     wait_for_child,
 )
+from namespaces import hosts, ip
 
 import waker
 
@@ -46,56 +47,116 @@ LOGIN = json.dumps({"pin": PIN}).encode()
 NO_DEFERRING = socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 0
 
 
-def lines(*starts: bytes, status: int = 400) -> Iterator[tuple[bytes, int]]:
-    """Make requests of what they begin with."""
-    return ((start + b"\r\nHost: x\r\n\r\n", status) for start in starts)
+Case = tuple[bytes, int]  # a request, and the status of its answer
 
 
-def fields(*fields: bytes, start: bytes = GET) -> Iterator[tuple[bytes, int]]:
-    """Make requests of header fields."""
-    return ((start + field + b"\r\n\r\n12345", 400) for field in fields)
+def line(start: bytes, status: int = 400) -> Case:
+    """Make a request with this beginning."""
+    return start + b"\r\nHost: x\r\n\r\n", status
 
 
-# What is wrong, and the status that tells so.
-HOSTILE: list[tuple[bytes, int]] = [
+def field(text: bytes, start: bytes = GET) -> Case:
+    """Make a bad request with this header field."""
+    return start + text + b"\r\n\r\n12345", 400
+
+
+def coding(name: bytes) -> Case:
+    """Make a request whose body has a transfer coding, with another one behind it."""
+    return POST + b"Transfer-Encoding:" + name + b"\r\n\r\n0\r\n\r\n" + SMUGGLED, 501
+
+
+def long_body(start: bytes, status: int) -> Case:
+    """Make a request that announces a body of one byte too many."""
+    return start + b"Content-Length: 16385\r\n\r\n", status
+
+
+HOSTILE: dict[str, Case] = {
     # The request line.
-    *lines(b"\r\nGET / HTTP/1.1", b"GET /", b"GET  / HTTP/1.1", b"G(T / HTTP/1.1"),
-    *lines(b"GET / http/1.1", b"GET / HTTP/1.10", b"GET / HTTP/1.1\nX: y"),
-    (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
-    (HELLO, 400),
+    "empty line first": line(b"\r\nGET / HTTP/1.1"),
+    "no version": line(b"GET /"),
+    "two spaces": line(b"GET  / HTTP/1.1"),
+    "bracket in the method": line(b"G(T / HTTP/1.1"),
+    "version in lower case": line(b"GET / http/1.1"),
+    "version 1.10": line(b"GET / HTTP/1.10"),
+    "bare LF after the version": line(b"GET / HTTP/1.1\nX: y"),
+    "HTTP 2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+    "TLS": (HELLO, 400),
     # The target.
-    *lines(b"GET x HTTP/1.1", b"GET /#x HTTP/1.1", b"GET /%zz HTTP/1.1"),
-    *lines(b"GET /\xc3\xa4 HTTP/1.1", b"GET /?\x7f HTTP/1.1", b"GET ftp://x/ HTTP/1.1"),
-    *lines(b"GET http://x/ HTTP/1.1", b"OPTIONS * HTTP/1.1"),
-    *lines(b"GET /%2e%2e/ HTTP/1.1", b"GET /api%2fstatus HTTP/1.1", status=404),
+    "target without slash": line(b"GET x HTTP/1.1"),
+    "fragment": line(b"GET /#x HTTP/1.1"),
+    "percent without digits": line(b"GET /%zz HTTP/1.1"),
+    "UTF-8 in the path": line(b"GET /\xc3\xa4 HTTP/1.1"),
+    "DEL in the query": line(b"GET /?\x7f HTTP/1.1"),
+    "FTP address": line(b"GET ftp://x/ HTTP/1.1"),
+    "whole address": line(b"GET http://x/ HTTP/1.1"),
+    "asterisk": line(b"OPTIONS * HTTP/1.1"),
+    "encoded dots": line(b"GET /%2e%2e/ HTTP/1.1", 404),
+    "encoded slash": line(b"GET /api%2fstatus HTTP/1.1", 404),
     # Header fields.
-    *fields(b"X : y", b"X: y\r\n folded", b"X", b": y", b"X: \0", b"X: a\rY: b"),
-    *fields(b"X: a\nY: b", b"Host: x", b"Authorization: a\r\nauthorization: b"),
-    *fields(b"", b"Host: x, y", b"Host: u@x", b"Host: x:\xb2", start=GET[:16]),
+    "space before the colon": field(b"X : y"),
+    "folded field": field(b"X: y\r\n folded"),
+    "field without colon": field(b"X"),
+    "field without name": field(b": y"),
+    "NUL in a field": field(b"X: \0"),
+    "bare CR in a field": field(b"X: a\rY: b"),
+    "bare LF in a field": field(b"X: a\nY: b"),
+    "second Host": field(b"Host: x"),
+    "second Authorization": field(b"Authorization: a\r\nauthorization: b"),
+    "no Host": field(b"", GET[:16]),
+    "two names in Host": field(b"Host: x, y", GET[:16]),
+    "user in Host": field(b"Host: u@x", GET[:16]),
+    "superscript in Host": field(b"Host: x:\xb2", GET[:16]),
     # How long the body is.
-    *fields(b"Content-Length: 05", b"Content-Length: +5", b"Content-Length: 1_0"),
-    *fields(b"Content-Length: \xb2", b"Content-Length: \xa05", b"Content-Length : 5"),
-    *fields(b"Content-Length: 5, 5", b"Content-Length: 5\r\nContent-Length: 5"),
-    *fields(b"Content-Length: 5000000000000000000", b"Content-Length:"),
-    *fields(b"Transfer-Encoding : chunked", b"X: y\r\n\tTransfer-Encoding: chunked"),
-    *(
-        (POST + b"Transfer-Encoding:" + coding + b"\r\n\r\n0\r\n\r\n" + SMUGGLED, 501)
-        for coding in (b" chunked\r\nContent-Length: 5", b" \xa0Chunked", b"")
-    ),
+    "length with a zero first": field(b"Content-Length: 05"),
+    "length with a plus": field(b"Content-Length: +5"),
+    "length with an underscore": field(b"Content-Length: 1_0"),
+    "length in superscript": field(b"Content-Length: \xb2"),
+    "length after a no-break space": field(b"Content-Length: \xa05"),
+    "length with a space before the colon": field(b"Content-Length : 5"),
+    "two lengths in a field": field(b"Content-Length: 5, 5"),
+    "two length fields": field(b"Content-Length: 5\r\nContent-Length: 5"),
+    "length beyond 64 bits": field(b"Content-Length: 5000000000000000000"),
+    "empty length": field(b"Content-Length:"),
+    "coding with a space before the colon": field(b"Transfer-Encoding : chunked"),
+    "coding in a folded field": field(b"X: y\r\n\tTransfer-Encoding: chunked"),
+    "coding and length": coding(b" chunked\r\nContent-Length: 5"),
+    "coding after a no-break space": coding(b" \xa0Chunked"),
+    "empty coding": coding(b""),
     # Too much.
-    (b"x" * 100_000, 431),
-    (GET + b"X: " + b"y" * 16384 + b"\r\n\r\n", 431),
-    (GET + b"X: y\r\n" * 100 + b"\r\n", 431),
-    (POST + JSON + b"Content-Length: 16385\r\n\r\n" + b"x" * 16385, 413),
+    "endless line": (b"x" * 100_000, 431),
+    "endless field": (GET + b"X: " + b"y" * 16384 + b"\r\n\r\n", 431),
+    "101 fields": (GET + b"X: y\r\n" * 100 + b"\r\n", 431),
+    "body too long": (
+        POST + JSON + b"Content-Length: 16385\r\n\r\n" + b"x" * 16385,
+        413,
+    ),
     # In order: the route, the token, the body.
-    (POST.replace(b"auth", b"x") + b"Content-Length: 16385\r\n\r\n", 404),
-    (POST.replace(b"POST", b"PUT") + b"Content-Length: 16385\r\n\r\n", 405),
-    (POST.replace(b"auth", b"unlock") + b"Content-Length: 16385\r\n\r\n", 401),
-]
+    "long body for no path": long_body(POST.replace(b"auth", b"x"), 404),
+    "long body for another method": long_body(POST.replace(b"POST", b"PUT"), 405),
+    "long body without a token": long_body(POST.replace(b"auth", b"unlock"), 401),
+}
+# Answered like any other request, and only once.
+ODD = {
+    "body of a GET": GET
+    + b"X:\r\nX: \xe4\r\nContent-Length:5 \t\r\n\r\n12345"
+    + SMUGGLED,
+    "upgrade": GET
+    + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n"
+    + SMUGGLED,
+    "100 fields": GET + (b"X: " + b"y" * 158 + b"\r\n") * 99 + b"\r\n",
+    "HTTP 1.0": b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n",
+    "query": b"GET /?a=/b?c HTTP/1.1\r\nHost: [::1]:8080\r\n\r\n",
+    # A client that waits for "100 Continue" sends its body after a while without it.
+    "expectation": POST
+    + JSON
+    + b"Expect: 100-continue\r\nContent-Length: 23\r\n\r\n"
+    + LOGIN,
+    "longest body": POST + JSON + b"Content-Length: 16384\r\n\r\n" + LOGIN.ljust(16384),
+}
 
 
 def knock(client: Client, data: bytes = GET, at: str = "127.0.0.1") -> socket.socket:
-    """Connect from an address of loopback, and send something: half a request."""
+    """Connect from a loopback address and send something, such as half a request."""
     tcp = socket.create_connection((client.host, client.port), 20, (at, 0))
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     tcp.sendall(data)
@@ -122,30 +183,21 @@ def server() -> Iterator[Client]:
         yield client
 
 
-@pytest.mark.parametrize(("data", "status"), HOSTILE)
+@pytest.mark.parametrize(("data", "status"), HOSTILE.values(), ids=[*HOSTILE])
 def test_a_bad_request_gets_one_error(server: Client, data: bytes, status: int) -> None:
     with knock(server, data) as tcp:
         assert status_of(tcp) == status
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        GET + b"X:\r\nX: \xe4\r\nContent-Length:5 \t\r\n\r\n12345" + SMUGGLED,
-        GET + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n" + SMUGGLED,
-        GET + (b"X: " + b"y" * 158 + b"\r\n") * 99 + b"\r\n",
-        b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n",
-        b"GET /?a=/b?c HTTP/1.1\r\nHost: [::1]:8080\r\n\r\n",
-        # Who waits for the word to continue sends its body in the end without it.
-        POST + JSON + b"Expect: 100-continue\r\nContent-Length: 23\r\n\r\n" + LOGIN,
-        POST + JSON + b"Content-Length: 16384\r\n\r\n" + LOGIN.ljust(16384),
-    ],
-)
+@pytest.mark.parametrize("data", ODD.values(), ids=[*ODD])
 def test_an_odd_request_is_answered_once(server: Client, data: bytes) -> None:
     with knock(server, data) as tcp:
         assert status_of(tcp) == 200
 
 
+@pytest.mark.parametrize(
+    ("size", "status"), [(16384, 200), (16385, 431)], ids=["at most", "one too many"]
+)
 @pytest.mark.parametrize(
     ("start", "end"),
     [
@@ -156,51 +208,63 @@ def test_an_odd_request_is_answered_once(server: Client, data: bytes) -> None:
     ids=["no field", "long target", "long field"],
 )
 def test_a_head_has_at_most_16384_bytes(
-    server: Client, start: bytes, end: bytes
+    server: Client, start: bytes, end: bytes, size: int, status: int
 ) -> None:
     """Up to and including the empty line."""
-    for size, status in ((16384, 200), (16385, 431)):
-        filler = b"x" * (size - len(start) - len(end))
-        with knock(server, start + filler + end) as tcp:
-            assert status_of(tcp) == status
+    filler = b"x" * (size - len(start) - len(end))
+    with knock(server, start + filler + end) as tcp:
+        assert status_of(tcp) == status
 
 
-def test_a_request_may_come_byte_by_byte_but_not_end_early(server: Client) -> None:
+@pytest.mark.parametrize(
+    ("size", "status"),
+    [(1, 400), (14, 400), (30, 400), (-1, 400), (None, 200)],
+    ids=["first byte", "method and path", "half the head", "all but a byte", "all"],
+)
+def test_a_request_may_come_byte_by_byte_but_not_end_early(
+    server: Client, size: int | None, status: int
+) -> None:
     whole = POST + JSON + b"Content-Length: 24\r\n\r\n" + LOGIN + b"\n"
-    for size, status in ((1, 400), (14, 400), (30, 400), (-1, 400), (None, 200)):
-        with knock(server, b"") as tcp:
-            for byte in whole[:size]:
-                tcp.send(bytes([byte]))
-            tcp.shutdown(socket.SHUT_WR)
-            assert status_of(tcp) == status
+    with knock(server, b"") as tcp:
+        for byte in whole[:size]:
+            tcp.send(bytes([byte]))
+        tcp.shutdown(socket.SHUT_WR)
+        assert status_of(tcp) == status
+
+
+def test_a_client_that_sends_nothing_gets_no_answer(server: Client) -> None:
     with knock(server, b"") as tcp:
         tcp.shutdown(socket.SHUT_WR)
         assert tcp.recv(1) == b""
 
 
-def test_who_sends_on_is_answered_and_has_two_seconds(server: Client) -> None:
+def test_a_client_that_keeps_sending_is_answered_and_cut_off_after_two_seconds(
+    server: Client,
+) -> None:
     began = time.monotonic()
     with knock(server, POST + JSON + b"Content-Length: 999999\r\n\r\n") as tcp:
         for _ in range(60):
             tcp.sendall(b"x" * 16000)
         assert status_of(tcp) == 413
+        answered = time.monotonic()
         with suppress(ConnectionError):
-            while time.monotonic() < began + waker.CLIENT_SECONDS:
+            while time.monotonic() < answered + 9:
                 tcp.sendall(b"x")
                 time.sleep(0.05)  # it drips
-    assert waker.DRAIN_SECONDS < time.monotonic() - began < waker.CLIENT_SECONDS
+    assert time.monotonic() - began > 2
+    assert time.monotonic() - answered < 5
 
 
 # ---- Many clients, and slow ones -----------------------------------------------------
 
 
 def is_open(tcp: socket.socket) -> bool:
-    """Tell whether nothing came, not even an end."""
+    """Return whether nothing has arrived, not even the end."""
     return not select.select([tcp], [], [], 0)[0]
 
 
 def places(network: int, count: int) -> list[str]:
-    """List addresses of loopback."""
+    """List loopback addresses."""
     return [f"127.{network}.{n // 200}.{1 + n % 200}" for n in range(count)]
 
 
@@ -223,7 +287,7 @@ def crowd() -> Iterator[Crowd]:
 def test_the_busiest_client_makes_room(
     api: Client, crowd: Crowd, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Whose connection has to go is told nothing and not logged."""
+    """Connections that have to go get no answer, and are not logged."""
     others = crowd.come(api, places(1, 50))
     many = crowd.come(api, ["127.0.0.1"] * 40)
     assert api.call("GET", "/").status == 200
@@ -236,7 +300,7 @@ def test_the_busiest_client_makes_room(
     assert capfd.readouterr().err == ""
 
 
-def test_six_connections_are_no_more_than_one(api: Client, crowd: Crowd) -> None:
+def test_six_connections_count_as_one(api: Client, crowd: Crowd) -> None:
     """Or a browser, which opens six, would have to make room for strangers."""
     browser = crowd.come(api, ["127.0.0.1"] * 6)
     crowd.come(api, places(1, 58))
@@ -246,7 +310,7 @@ def test_six_connections_are_no_more_than_one(api: Client, crowd: Crowd) -> None
     assert sum(map(is_open, browser)) >= 2
 
 
-def test_the_clients_of_a_proxy_are_one(config: waker.Config, crowd: Crowd) -> None:
+def test_a_proxys_clients_count_as_one(config: waker.Config, crowd: Crowd) -> None:
     """They could not be told apart before they have sent their requests."""
     config = config._replace(proxies=waker.parse_networks("127.0.0.1"))
     with running(config) as api:
@@ -257,7 +321,32 @@ def test_the_clients_of_a_proxy_are_one(config: waker.Config, crowd: Crowd) -> N
         assert all(map(is_open, others))
 
 
-def test_neither_a_request_that_has_arrived_nor_its_answer_makes_room(
+def test_an_ipv6_network_counts_as_one_client(
+    config: waker.Config, crowd: Crowd
+) -> None:
+    """A home has a /56, and could otherwise take every place."""
+    with hosts(1) as (host,):
+        ip(f"-n {host.name} -6 route add local 2001:db8::/32 dev lo")
+        any_address = Path("/proc/sys/net/ipv6/ip_nonlocal_bind")
+        host.run(lambda: any_address.write_text("1"))
+        listener = host.run(lambda: waker.listen(("::1", 0)))
+        server = waker.Server(new_app(config), listener)
+        threading.Thread(target=server.serve_forever, args=(None,)).start()
+        client = Client(int(listener.getsockname()[1]), host="::1")
+
+        def come(sources: Iterable[str]) -> list[socket.socket]:
+            return host.run(lambda: crowd.come(client, sources))
+
+        try:
+            others = come(f"2001:db8:1:{number:x}00::1" for number in range(50))
+            come(f"2001:db8:2::{number:x}" for number in range(1, 41))
+            assert host.run(lambda: client.call("GET", "/")).status == 200
+            assert all(map(is_open, others))
+        finally:
+            server.stop()
+
+
+def test_a_request_that_has_arrived_and_its_answer_are_not_dropped(
     config: waker.Config,
 ) -> None:
     """Nothing is marked as waiting before it really has to wait."""
@@ -277,7 +366,7 @@ def test_neither_a_request_that_has_arrived_nor_its_answer_makes_room(
         assert connection.state is waker.State.WRITING
 
 
-def test_a_request_that_arrives_at_the_last_moment_makes_no_room(
+def test_a_request_that_arrives_at_the_last_moment_is_not_dropped(
     config: waker.Config,
 ) -> None:
     """Its thread was waiting, and has not yet had the time to read it."""
@@ -297,7 +386,7 @@ def test_a_request_that_arrives_at_the_last_moment_makes_no_room(
         assert states == [waker.State.READING, waker.State.DROPPED]
 
 
-def test_150_connections_have_64_threads_and_wait_for_descriptors() -> None:
+def test_150_connections_use_64_threads_and_wait_for_descriptors() -> None:
     with daemon(MACHINE) as started:
         client, idle, pid = started.client, started.uses(), started.process.pid
 
@@ -309,42 +398,56 @@ def test_150_connections_have_64_threads_and_wait_for_descriptors() -> None:
                 assert open_ones <= 63
                 return open_ones == started.uses()[0] - idle[0] == 63
 
-        wait_for(is_full)  # in ten seconds; who is late on a busy machine may again
+        wait_for(is_full)  # on a busy machine, some connect only after 10 s: try again
         wait_for(lambda: started.uses() == idle)
         assert started.busy(1) < 0.05
         soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (idle[1], hard))
         with knock(client, GET + b"\r\n") as tcp:
-            assert started.busy(1) < 0.3
+            assert started.busy(1) < 0.7  # it would be 1 if it tried without a pause
             assert is_open(tcp)
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
             assert status_of(tcp) == 200
 
 
-def test_who_is_silent_keeps_nobody_waiting(config: waker.Config, crowd: Crowd) -> None:
+def test_a_client_that_sends_nothing_takes_no_thread_of_ours() -> None:
+    """It stays in the kernel."""
+    with daemon(MACHINE) as started:
+        idle, client = started.uses(), started.client
+        with knock(client, b"") as silent:
+            assert client.call("GET", "/").status == 200
+            wait_for(started.uses, lambda now: now == idle, seconds=8)
+            assert is_open(silent)
+
+
+def test_silent_clients_keep_nobody_waiting(config: waker.Config, crowd: Crowd) -> None:
     """Neither one address with many connections, nor many with one each."""
     with running(config, options=[NO_DEFERRING]) as api:
         for sources in (["127.0.0.1"] * 40, places(1, 100)):
-            began = time.monotonic()
+            began, count = time.monotonic(), len(sources)
             silent = crowd.come(api, sources, b"")
-            assert api.call("GET", "/").status == 200
-            assert time.monotonic() - began < waker.CLIENT_SECONDS - 1
-            assert 0 < sum(map(is_open, silent)) < 64
+            assert api.call("GET", "/").status == 200, count
+            assert time.monotonic() - began < 9, count  # silence ends after 10 s
+            assert 0 < sum(map(is_open, silent)) < 64, count
 
 
-def test_an_unlock_stays_and_holds_nobody_up(owner: Client, crowd: Crowd) -> None:
-    """The machine is off, so the unlock takes its time, until its process is killed."""
+def test_an_unlock_survives_a_crowd_and_keeps_nobody_waiting(
+    owner: Client, crowd: Crowd
+) -> None:
+    """Its process is stopped, so that it goes on until it is killed."""
     head = POST.replace(b"auth", b"unlock") + JSON
     head += f"Authorization: Bearer {owner.token}\r\n".encode()
     body = b'{"passphrase": "x"}'
     request = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with knock(owner, request, "127.9.9.9") as unlocking:
         child = wait_for_child(os.getpid())
+        os.kill(child, signal.SIGSTOP)  # or it would give up after 5 s
         assert owner.unlock().status == 409
         crowd.come(owner, places(1, 400))
         assert owner.call("GET", "/").status == 200
-        with suppress(ProcessLookupError):  # it gives up after 5 s itself
-            os.kill(child, signal.SIGKILL)
+        assert is_open(unlocking)
+        assert owner.unlock().status == 409
+        os.kill(child, signal.SIGKILL)
         assert status_of(unlocking) == 500
 
 
@@ -362,19 +465,19 @@ def test_slow_clients_have_ten_seconds(config: waker.Config, crowd: Crowd) -> No
             crowd.enter_context(knock(api, data)) for data in (b"", GET, GET, body)
         )
         while not select.select(dripping, [], [], 0.5)[0]:
-            assert time.monotonic() - began < waker.CLIENT_SECONDS + 9
+            assert time.monotonic() - began < 19
             for tcp in (
                 dripping if time.monotonic() - began > 5 else [*dripping, pausing]
             ):
                 tcp.send(b"x")
-        assert time.monotonic() - began > waker.CLIENT_SECONDS - 1
+        assert time.monotonic() - began > 9
         assert [status_of(tcp) for tcp in (*dripping, pausing)] == [408, 408, 408]
         # A deadline for each read would give `pausing` five seconds more.
-        assert time.monotonic() - began < waker.CLIENT_SECONDS + 4
+        assert time.monotonic() - began < 14
         assert silent.recv(1) == b""
         # One thread of the daemon is left: the one that listens.
         wait_for(lambda: threading.active_count() <= threads + 1)
-        assert time.monotonic() - began < waker.CLIENT_SECONDS + 9
+        assert time.monotonic() - began < 19
 
 
 def test_an_error_in_accepting_is_logged_and_survived(
@@ -417,13 +520,13 @@ def test_an_answer_that_is_being_written_is_completed(config: waker.Config) -> N
 
 def test_without_a_thread_it_hangs_up_and_goes_on(api: Client) -> None:
     with no_threads():
-        for _ in range(waker.MAX_CONNECTIONS + 1):
+        for _ in range(65):  # one more than may be open at a time
             with pytest.raises(ConnectionError):
                 api.call("GET", "/")
     assert api.call("GET", "/").status == 200
 
 
-# ---- Where it runs -------------------------------------------------------------------
+# ---- A difficult system -------------------------------------------------------------
 
 
 def test_a_log_that_nobody_reads_stops_nothing() -> None:
@@ -442,7 +545,7 @@ def test_a_log_that_nobody_reads_stops_nothing() -> None:
         assert started.process.wait(60) == 0
 
 
-def test_it_starts_where_no_name_can_be_resolved(tmp_path: Path) -> None:
+def test_it_starts_when_no_name_can_be_resolved(tmp_path: Path) -> None:
     """Not even its own."""
     need_root()
     servers = tmp_path / "resolv.conf"
@@ -464,7 +567,7 @@ def test_it_starts_where_no_name_can_be_resolved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("peer", "forwarded", "client"),
     [
-        ("192.0.2.1", "198.51.100.7", "192.0.2.1"),  # no proxy of ours
+        ("192.0.2.1", "198.51.100.7", "192.0.2.1"),
         ("10.0.0.1", "", "10.0.0.1"),
         ("10.0.0.1", "203.0.113.9,198.51.100.7 , 10.9.9.9", "198.51.100.7"),
         ("10.0.0.1", "10.2.2.2, 10.3.3.3", "10.2.2.2"),
@@ -472,9 +575,21 @@ def test_it_starts_where_no_name_can_be_resolved(tmp_path: Path) -> None:
         ("::1", "2001:DB8::7", "2001:db8::7"),
         ("10.0.0.1", "198.51.100.7, x, 10.0.0.2", "10.0.0.2"),
         ("10.0.0.1", "fe80::1%x PIN accepted", "10.0.0.1"),
+        ("10.0.0.1", "203.0.113.9\r\nX-Forwarded-For: 198.51.100.7", "198.51.100.7"),
+    ],
+    ids=[
+        "no proxy of ours",
+        "nothing forwarded",
+        "last unknown address",
+        "only proxies",
+        "mapped proxy",
+        "IPv6",
+        "rubbish in between",
+        "scope ID",
+        "two fields",
     ],
 )
-def test_the_client_is_whom_the_proxy_saw(
+def test_the_client_is_the_one_that_the_proxy_saw(
     peer: str, forwarded: str, client: str
 ) -> None:
     proxies = waker.parse_networks("10.0.0.0/8,::1")
@@ -482,12 +597,18 @@ def test_the_client_is_whom_the_proxy_saw(
     assert waker.read_request(data, bytes, peer, proxies).client == client
 
 
-def test_attempts_are_counted_for_whom_the_proxy_saw(config: waker.Config) -> None:
-    for proxies, limited in (("127.0.0.0/8", 0), ("192.0.2.0/24", 2)):
-        with running(config._replace(proxies=waker.parse_networks(proxies))) as api:
-            fields = [{"X-Forwarded-For": f"192.0.2.{n}"} for n in range(12)]
-            statuses = [api.attempt(PIN, field).status for field in fields]
-        assert statuses == [200] * (12 - limited) + [429] * limited
+@pytest.mark.parametrize(
+    ("proxies", "limited"),
+    [("127.0.0.0/8", 0), ("192.0.2.0/24", 2)],
+    ids=["trusted", "not trusted"],
+)
+def test_attempts_are_counted_for_the_client_that_the_proxy_saw(
+    config: waker.Config, proxies: str, limited: int
+) -> None:
+    with running(config._replace(proxies=waker.parse_networks(proxies))) as api:
+        fields = [{"X-Forwarded-For": f"192.0.2.{n}"} for n in range(12)]
+        statuses = [api.attempt(PIN, field).status for field in fields]
+    assert statuses == [200] * (12 - limited) + [429] * limited
 
 
 # ---- HTTPS ---------------------------------------------------------------------------
@@ -510,16 +631,16 @@ def test_tls_is_1_2_or_later_without_ffdhe_and_cbc(certificate: Certificate) -> 
             ("-tls1_2 -cipher ECDHE-ECDSA-AES128-GCM-SHA256", 0),
             ("-tls1_2 -cipher ECDHE-ECDSA-AES128-SHA256", 1),
         ):
-            told = subprocess.run(
+            ended = subprocess.run(
                 [*command, *options.split()],
                 input=b"Q",
                 capture_output=True,
                 check=False,
             )
-            assert told.returncode == status, options
+            assert ended.returncode == status, options
 
 
-def test_half_a_handshake_holds_nobody_up(certificate: Certificate) -> None:
+def test_half_a_handshake_keeps_nobody_waiting(certificate: Certificate) -> None:
     """Whoever completes one gets the answer, and a farewell."""
     context = ssl.create_default_context(cafile=str(certificate.cert))
     with daemon(MACHINE | certificate.settings()) as started:
@@ -538,7 +659,9 @@ def test_half_a_handshake_holds_nobody_up(certificate: Certificate) -> None:
         assert started.busy(1) < 0.05
 
 
-def test_connections_that_are_reset_hold_nobody_up(certificate: Certificate) -> None:
+def test_connections_that_are_reset_keep_nobody_waiting(
+    certificate: Certificate,
+) -> None:
     """Before they are accepted, after a byte of a TLS handshake."""
     context = ssl.create_default_context(cafile=str(certificate.cert))
     with daemon(MACHINE | certificate.settings()) as started:
@@ -556,20 +679,27 @@ def test_connections_that_are_reset_hold_nobody_up(certificate: Certificate) -> 
         assert time.monotonic() - began < 8  # a pause of 50 ms for each would be 10 s
 
 
-def test_a_wrong_certificate_is_told(certificate: Certificate, tmp_path: Path) -> None:
-    locked = new_certificate(tmp_path, passphrase=b"x")
-    cert = str(certificate.cert)
-    for files, words in (
-        (
-            (cert, "/nowhere"),
-            "KEY /nowhere is missing; correct the path, or make certificate and key",
-        ),
-        ((cert, cert), "must be an Ed25519, ECDSA or RSA private key"),
-        ((cert, str(locked.key)), "both PEM, not encrypted"),
-    ):
-        settings = MACHINE | dict(zip(certificate.settings(), files, strict=True))
-        with pytest.raises(waker.ConfigError, match=f"^WAKER_TLS_.*{words}"):
-            waker.make_tls(waker.read_config(settings | {"WAKER_PIN": PIN}, tmp_path))
+MISSING = "KEY /nowhere is missing; correct the path, or make certificate and key"
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("/nowhere", MISSING),
+        ("{certificate}", "must be an Ed25519, ECDSA or RSA private key"),
+        ("{locked}", "both PEM, not encrypted"),
+    ],
+    ids=["missing", "certificate", "encrypted"],
+)
+def test_a_wrong_tls_key_is_refused(
+    certificate: Certificate, tmp_path: Path, key: str, words: str
+) -> None:
+    locked = new_certificate(tmp_path, passphrase=b"x").key
+    files = certificate.settings()
+    files["WAKER_TLS_KEY"] = key.format(certificate=certificate.cert, locked=locked)
+    settings = MACHINE | {"WAKER_PIN": PIN} | files
+    with pytest.raises(waker.ConfigError, match=f"^WAKER_TLS_.*{words}"):
+        waker.make_tls(waker.read_config(settings, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -580,11 +710,12 @@ def test_a_wrong_certificate_is_told(certificate: Certificate, tmp_path: Path) -
         b"GET /\r\n",
         b"SSH-2.0-x\r\n",
     ],
+    ids=["bare LF", "bare LF at the end", "HTTP 0.9", "SSH"],
 )
-def test_what_cannot_become_a_request_is_refused_at_once(
+def test_bytes_that_cannot_become_a_request_are_refused_at_once(
     api: Client, data: bytes
 ) -> None:
-    """Its client goes on waiting; so would a thread."""
+    """Their client keeps waiting, and would keep a thread waiting."""
     began = time.monotonic()
     assert api.raw(data)[0] == 400
-    assert time.monotonic() - began < waker.CLIENT_SECONDS - 1
+    assert time.monotonic() - began < 9  # a request has 10 s

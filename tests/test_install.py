@@ -1,4 +1,4 @@
-"""What make makes: the one file; what is put where, and never touched; the demo."""
+"""What make builds and installs, what it never touches, and the demo."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ def test_the_one_file_serves_the_page_and_unlocks_without_any_other(
     assert [path.name for path in (tmp_path / "dist").iterdir()] == ["waker"]
 
 
-def test_an_older_one_is_never_taken_for_it(tmp_path: Path) -> None:
+def test_a_change_is_built_even_if_the_old_file_looks_newer(tmp_path: Path) -> None:
     make(tmp_path, "dist")
     made, page = tmp_path / "dist/waker", tmp_path / "ui.html"
     ahead = time.time() + 3600
@@ -43,7 +43,7 @@ def test_an_older_one_is_never_taken_for_it(tmp_path: Path) -> None:
         page.write_text(text)
         command = [need("make"), "-C", str(tmp_path), "dist"]
         ended = subprocess.run(command, capture_output=True, check=False)
-        assert ended.returncode == status
+        assert ended.returncode == status, text[-9:]
         assert "<title>new " in made.read_text()
 
 
@@ -54,8 +54,9 @@ def test_an_older_one_is_never_taken_for_it(tmp_path: Path) -> None:
         ("INIT=systemd PREFIX=/usr", "usr/bin/waker", USR_UNIT, 0o644),
         ("INIT=procd", "usr/bin/waker", "etc/init.d/waker", 0o755),
     ],
+    ids=["systemd", "prefix", "procd"],
 )
-def test_each_file_has_its_conventional_place_and_the_settings_are_never_touched(
+def test_install_puts_each_file_in_its_place_and_never_touches_settings(
     variables: str, program: str, service: str, mode: int, tmp_path: Path
 ) -> None:
     to, root = [*variables.split(), "DESTDIR=root"], tmp_path / "root"
@@ -74,11 +75,11 @@ def test_each_file_has_its_conventional_place_and_the_settings_are_never_touched
     settings.unlink()
     settings.symlink_to("../unmounted/waker.env")
     make(tmp_path, "install", *to)
-    told = make(tmp_path, "uninstall", "DESTDIR=root", "PREFIX=/opt").stdout
+    printed = make(tmp_path, "uninstall", "DESTDIR=root", "PREFIX=/opt").stdout
     prefix = program.removesuffix("/bin/waker")
-    assert f"To remove it: make uninstall PREFIX=/{prefix}\n" in told
-    told = make(tmp_path, "uninstall", *to).stdout
-    assert told == "Your settings and keys are still in root/etc/waker.\n"
+    assert f"To remove it: make uninstall PREFIX=/{prefix}\n" in printed
+    printed = make(tmp_path, "uninstall", *to).stdout
+    assert printed == "Your settings and keys are still in root/etc/waker.\n"
     assert [path for path in root.rglob("*") if not path.is_dir()] == [settings]
     assert settings.is_symlink()
 
@@ -102,31 +103,34 @@ def test_the_key_is_made_once_and_shown_with_the_next_step(tmp_path: Path) -> No
         {install}
         waker --version | grep -q waker; ssh-keygen -y -P '' -f /etc/waker/ssh_key"""
     enter = [need("unshare"), "--mount", "sh", "-ec", script]
-    told, made, again, same = subprocess.check_output(enter, text=True).split("---\n")
+    printed, made, again, same = subprocess.check_output(enter, text=True).split(
+        "---\n"
+    )
     key, mode = made.splitlines()
     assert mode == "600"
-    assert f"\n    {key}\n" in told
-    assert told.endswith("/etc/waker/waker.env, and run: sudo waker check\n")
+    assert f"\n    {key}\n" in printed
+    assert printed.endswith("/etc/waker/waker.env, and run: sudo waker check\n")
     assert key not in again
     assert same.strip() == key
 
 
 @pytest.mark.parametrize(
-    ("variable", "told"),
+    ("variable", "message"),
     [
         ("PREFIX=usr", "PREFIX must begin with /"),
         ("INIT=openrc", "INIT must be systemd or procd"),
     ],
+    ids=["prefix", "init"],
 )
 def test_a_wrong_variable_is_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], variable: str, told: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], variable: str, message: str
 ) -> None:
     with pytest.raises(subprocess.CalledProcessError):
         make(tmp_path, "install", variable, f"DESTDIR={tmp_path}/")
-    assert told in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
-def test_systemd_accepts_the_unit_and_lets_it_do_little(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit_and_its_sandbox(tmp_path: Path) -> None:
     make(tmp_path, "install", "INIT=systemd", "DESTDIR=root")
     analyze, unit = need("systemd-analyze"), tmp_path / "root" / UNIT
     verify = [analyze, "verify", "--man=no", "--recursive-errors=no", f"/{UNIT}"]
@@ -138,12 +142,12 @@ def test_systemd_accepts_the_unit_and_lets_it_do_little(tmp_path: Path) -> None:
     assert subprocess.run(rate, capture_output=True, check=False).returncode == 1
 
 
-def test_the_script_for_procd_is_sound() -> None:
+def test_shellcheck_accepts_the_procd_script() -> None:
     command = [need("shellcheck"), "--shell=dash", str(CHECKOUT / "waker.init")]
     assert subprocess.check_output(command) == b""
 
 
-# In place of /etc/rc.common: what the script asks of the system is printed.
+# Instead of /etc/rc.common: print what the script asks the system to do.
 RC_COMMON = f"""\
 for name in user_exists group_add_next user_add id chown chmod find logger \
     procd_open_instance procd_set_param procd_close_instance
@@ -182,8 +186,9 @@ REFUSED = "logger -s -t waker -p daemon.err {}, so waker is not started\n"
         ("id() { false; }", KNOWN + REFUSED.format("there is no user waker"), 1),
         ("rm waker.env", REFUSED.format("./waker.env is missing"), 1),
     ],
+    ids=["known user", "new user", "no user", "no settings"],
 )
-def test_procd_is_asked_to_run_it_as_its_own_user_for_ever_or_not_at_all(
+def test_procd_runs_waker_as_its_own_user_or_not_at_all(
     system: str, asked: str, status: int, tmp_path: Path
 ) -> None:
     tmp_path.joinpath("waker.env").touch()
@@ -193,7 +198,7 @@ def test_procd_is_asked_to_run_it_as_its_own_user_for_ever_or_not_at_all(
     assert (ended.returncode, ended.stdout.decode()) == (status, f"1 95\n{asked}")
 
 
-def test_the_demo_tells_what_a_start_needs_and_enter_switches_it_off() -> None:
+def test_the_demo_shows_its_secrets_and_enter_switches_its_server_off() -> None:
     with (
         subprocess.Popen(
             [sys.executable, str(CHECKOUT / "tests/homelab.py"), "0.0.0.0:0"],
@@ -207,9 +212,9 @@ def test_the_demo_tells_what_a_start_needs_and_enter_switches_it_off() -> None:
         stack.callback(demo.terminate)
         assert demo.stdin
         assert demo.stdout
-        told = "".join(demo.stdout.readline() for _ in range(5))
+        shown = "".join(demo.stdout.readline() for _ in range(5))
         place = r"http://(.*):(\d+)/\nPIN +(.*)\npassphrase +(.*)\n"
-        ((host, port, pin, passphrase),) = re.findall(place, told)
+        ((host, port, pin, passphrase),) = re.findall(place, shown)
         client = Client(int(port), host=host).log_in(pin)
         assert client.start(passphrase).status == 200
         lines = (line for line in demo.stdout if re.search("boot|fail|done", line))
@@ -220,7 +225,7 @@ def test_the_demo_tells_what_a_start_needs_and_enter_switches_it_off() -> None:
     assert demo.returncode == 0
 
 
-@pytest.mark.parametrize("wish", ["8080", "203.0.113.9:80"])
+@pytest.mark.parametrize("wish", ["8080", "203.0.113.9:80"], ids=["form", "address"])
 def test_a_demo_that_cannot_listen_says_so(wish: str) -> None:
     with pytest.raises(SystemExit, match="LISTEN must be a free ADDRESS:PORT"):
         homelab.main(wish)

@@ -1,4 +1,4 @@
-"""Mistakes that a tired person makes, and what `check` or `serve` says about each."""
+"""Mistakes that tired people make, and what `check` or `serve` says about each."""
 
 import ast
 import contextlib
@@ -49,7 +49,7 @@ RIGHT = MACHINE | {
 
 @dataclass
 class Mistake:
-    """What is different from a right set-up, and what must be said about it."""
+    """How a setup differs from a right one, and the message that it must cause."""
 
     words: str
     settings: dict[str, str] = field(default_factory=dict)
@@ -321,7 +321,7 @@ def test_a_mistake_is_named_with_its_remedy(mistake: Mistake, tmp_path: Path) ->
 
 
 def test_a_right_setup_has_no_mistake(tmp_path: Path) -> None:
-    """Or the table above would prove little."""
+    """Otherwise the table above would prove little."""
     files = new_certificate(tmp_path).settings()
     key = tmp_path / "ssh_key"
     key.write_bytes(openssh_key(OWN))
@@ -335,8 +335,8 @@ def test_a_right_setup_has_no_mistake(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_serve_at_a_port_for_root_says_so() -> None:
-    need_root()  # which loses the right to such a port here
+def test_serve_reports_a_port_that_only_root_may_use() -> None:
+    need_root()  # the command below loses its right to such a port
     ended = subprocess.run(
         [need("setpriv"), "--bounding-set=-net_bind_service", *MODULE, "serve"],
         cwd=CHECKOUT,
@@ -350,7 +350,7 @@ def test_serve_at_a_port_for_root_says_so() -> None:
     assert ended.returncode == 1
 
 
-def test_an_old_python_is_named_before_anything_else() -> None:
+def test_an_old_python_is_reported_before_anything_else() -> None:
     source = Path(PROGRAM).read_text()
     tree = ast.parse(source, feature_version=(3, 8))
     assert ast.unparse(tree.body[1]) == "import sys"

@@ -1,7 +1,7 @@
-"""What holds for every input, tried on many: the parsers, and what they must not do.
+"""What must hold for every input of a parser or of the log, tested with many inputs.
 
-The same ones at each time; with EXAMPLES=N in the environment, N others of each, which
-`--hypothesis-seed` chooses.
+Every run tests the same inputs. With EXAMPLES=N in the environment, it tests N others
+per test, chosen by `--hypothesis-seed`.
 """
 
 import os
@@ -44,26 +44,26 @@ edits = st.lists(
 
 
 def write(method: str, path: str, others: dict[str, str], body: bytes) -> bytes:
-    """Write a request that is right."""
+    """Format a valid request."""
     fields = others | {"Host": "x", "Content-Length": str(len(body))}
     lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     return f"{method} /{path} HTTP/1.1\r\n{lines}\r\n".encode("latin-1") + body
 
 
 @given(st.builds(write, names, paths, fields, st.binary(max_size=99)), edits)
-def test_a_request_is_refused_or_read_as_another_parser_reads_it(
+def test_a_request_is_refused_or_parsed_as_h11_parses_it(
     data: bytes, edits: list[tuple[int, bool, str]]
 ) -> None:
-    """h11 is more lenient; but what is right for us has one meaning for both."""
+    """h11 accepts more, but requests that both accept must mean the same to both."""
     pieces = re.split("(\r\n|[: /])", data.decode("latin-1"))
     for place, taken, put in edits:
         at = place % len(pieces)
         pieces[at : at + taken] = [put]
     data = "".join(pieces).encode("latin-1")
     try:
-        told = waker.read_request(data, bytes, PEER, ())
+        request = waker.read_request(data, bytes, PEER, ())
     except waker.Fault as fault:
-        assert edits, "it was right"
+        assert edits, "a valid request was refused"
         assert fault.status in {400, 431, 501}
         return
     peer = h11.Connection(h11.SERVER)
@@ -74,20 +74,22 @@ def test_a_request_is_refused_or_read_as_another_parser_reads_it(
     while isinstance(event := peer.next_event(), h11.Data):
         body += bytes(event.data)
     assert isinstance(event, h11.EndOfMessage)
-    assert head.method.decode() == told.method
-    assert head.target.decode().partition("?")[0] == told.path
-    assert body == told.body
-    assert dict(head.headers).get(b"content-type", b"").decode() == told.content_type
+    assert head.method.decode() == request.method
+    assert head.target.decode().partition("?")[0] == request.path
+    assert body == request.body
+    content_type = dict(head.headers).get(b"content-type", b"").decode()
+    assert content_type == request.content_type
 
 
 @given(st.text(), st.sampled_from([1, 1000]))
-def test_a_line_of_the_log_is_one_line_of_printable_ascii(text: str, size: int) -> None:
+def test_a_log_entry_is_one_line_of_printable_ascii(text: str, size: int) -> None:
     kept, (reader, writer) = os.dup(2), os.pipe()
     os.dup2(writer, 2)
     waker.log(f"ip={PEER} {text * size}")
     os.dup2(kept, 2)
     for descriptor in (kept, writer):
         os.close(descriptor)
-    with os.fdopen(reader, "rb") as told:
-        assert re.fullmatch(rb"ip=192\.0\.2\.1 [ -~]*\n", line := told.read())
+    with os.fdopen(reader, "rb") as written:
+        line = written.read()
+    assert re.fullmatch(rb"ip=192\.0\.2\.1 [ -~]*\n", line)
     assert len(line) <= waker.MAX_LOG_LINE + 1

@@ -1,4 +1,4 @@
-"""What a reader copies out of README and docs: it is taken from there, and run."""
+"""What readers copy from README and docs: run as it is written there."""
 
 import functools
 import re
@@ -21,39 +21,39 @@ README, API = PAGES[FILES[0]], PAGES[CHECKOUT / "docs/api.md"]
 INTEGRATIONS = "docs/integrations.md"
 
 
-def test_each_link_leads_somewhere() -> None:
-    for page, text in PAGES.items():
-        for link in re.findall(r"(?:\]\((?!https:)|src=\")(.*?)[)\"]", text):
-            path, _, anchor = link.partition("#")
-            target = page.parent.joinpath(path).resolve() if path else page
-            assert target.exists(), link
-            headings = re.findall(r"(?m)^#+ (.*)", PAGES[target]) if anchor else [""]
-            anchors = [re.sub(r"[^\w -]", "", line.lower()) for line in headings]
-            assert anchor in [line.replace(" ", "-") for line in anchors], link
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_each_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"(?:\]\((?!https:)|src=\")(.*?)[)\"]", PAGES[page]):
+        path, _, anchor = link.partition("#")
+        target = page.parent.joinpath(path).resolve() if path else page
+        assert target.exists(), link
+        headings = re.findall(r"(?m)^#+ (.*)", PAGES[target]) if anchor else [""]
+        anchors = [re.sub(r"[^\w -]", "", line.lower()) for line in headings]
+        assert anchor in [line.replace(" ", "-") for line in anchors], link
 
 
-def test_the_table_and_the_example_show_each_default(tmp_path: Path) -> None:
+def test_the_table_and_the_example_show_every_default(tmp_path: Path) -> None:
     rows = re.findall(r"(?m)^\| (`WAKER.*?) \| (.*?) \| .+ \|$", README)
-    told = {name: default for names, default in rows for name in names.split(", ")}
+    defaults = {name: value for names, value in rows for name in names.split(", ")}
     example = CHECKOUT / "waker.env.example"
     shown = dict(re.findall("(?m)^#?(WAKER_[A-Z_]+)=(.*)", example.read_text()))
     named = set(re.findall(r"WAKER_[A-Z_]*[A-Z]", "".join(PAGES.values())))
     assert named == shown.keys() == {name for name, *_ in waker.SETTINGS}
-    assert told.keys() == {f"`{name}`" for name in named}
+    assert defaults.keys() == {f"`{name}`" for name in named}
     for name, default, *_ in waker.SETTINGS:
         if default:
-            assert (told[f"`{name}`"], shown[name]) == (f"`{default}`", default)
+            assert (defaults[f"`{name}`"], shown[name]) == (f"`{default}`", default)
     with pytest.raises(waker.ConfigError) as faults:
         waker.read_config(waker.read_env_file(example), tmp_path)
     required = re.findall("(?m)^WAKER_[A-Z_]+", str(faults.value))
     assert required == ["WAKER_HOMELAB_HOST", "WAKER_HOMELAB_MAC", "WAKER_PIN"]
 
 
-def test_the_settings_of_the_quick_start_are_right(lab: Homelab) -> None:
+def test_the_quick_start_settings_are_valid(lab: Homelab) -> None:
     file = lab.state.with_name("waker.env")
     lines = blocks("README.md", "**4. Box")[0]
     file.write_text(lines)
-    with pytest.raises(waker.ConfigError) as faults:  # of what is to be filled in
+    with pytest.raises(waker.ConfigError) as faults:  # two values are to be filled in
         waker.read_config(waker.read_env_file(file), file.parent)
     named = re.findall("(?m)^WAKER_[A-Z_]+", str(faults.value))
     assert named == ["WAKER_SSH_HOST_KEY", "WAKER_PIN"]
@@ -62,7 +62,7 @@ def test_the_settings_of_the_quick_start_are_right(lab: Homelab) -> None:
     assert waker.read_config(waker.read_env_file(file), file.parent).machine.host_keys
 
 
-def test_the_words_that_they_explain_are_those_of_the_program() -> None:
+def test_the_messages_they_explain_are_in_the_program() -> None:
     rows = README.split("| what you see |")[1].split("\n\n")[0]
     step = README.split("**7. ")[1].split("\n\n")[0]
     messages = re.findall(r"(?<!\*)\*([^*]+)\*", rows + step)
@@ -70,7 +70,7 @@ def test_the_words_that_they_explain_are_those_of_the_program() -> None:
     program = re.sub(r'"\n +f?"', "", Path(waker.__file__).read_text())
     assert [message for message in messages if message not in program] == []
     page = CHECKOUT.joinpath("ui.html").read_text()
-    assert [told for told in re.findall('"(.*?)"', rows) if told not in page] == []
+    assert [text for text in re.findall('"(.*?)"', rows) if text not in page] == []
     api = yaml.safe_load(CHECKOUT.joinpath("tests/openapi.yaml").read_text())
     start = api["components"]["schemas"]["Start"]["properties"]
     words = set(re.findall("`([a-z_]+)`", API.split("`start` has")[1].split("## ")[0]))
@@ -91,7 +91,7 @@ def test_the_curl_lines_do_what_they_say(api: Client, lab: Homelab) -> None:
     assert places == sorted(places)
 
 
-def test_home_assistant_wakes_and_looks(api: Client) -> None:
+def test_home_assistant_wakes_and_shows_the_state(api: Client) -> None:
     secret, configuration, card = blocks(INTEGRATIONS, "## Home Assistant")
     login = secret.replace("…", PIN).removeprefix("waker_login: ")
     configuration = configuration.replace("!secret waker_login\n", login)
@@ -112,7 +112,7 @@ def test_home_assistant_wakes_and_looks(api: Client) -> None:
     assert yaml.safe_load(card)["entity"] == f"script.{script}"
 
 
-def test_the_timer_tells_once_that_the_server_waits(
+def test_the_timer_sends_one_message_when_the_server_waits(
     lab: Homelab, config: waker.Config, tmp_path: Path
 ) -> None:
     need("curl")
@@ -123,12 +123,12 @@ def test_the_timer_tells_once_that_the_server_waits(
         path.write_text(unit.replace("/usr/local/bin/waker-notify", need("true")))
     verify = [need("systemd-analyze"), "verify", "--recursive-errors=no", *units]
     assert not subprocess.check_output(verify, cwd=tmp_path, stderr=subprocess.STDOUT)
-    told: list[str] = []
+    messages: list[str] = []
 
     class Ntfy(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            told.append(self.path)
-            self.send_response(200 if len(told) > 1 else 503)  # it refuses the first
+            messages.append(self.path)
+            self.send_response(200 if len(messages) > 1 else 503)  # refuses the first
             self.end_headers()
 
     lines = [f"{name}={value}\n" for name, value in lab.settings().items()]
@@ -146,12 +146,12 @@ def test_the_timer_tells_once_that_the_server_waits(
         run = functools.partial(subprocess.call, command, cwd=tmp_path, env=variables)
         assert (run(), run(), run()) == (22, 0, 0)  # curl's status, and then success
         lab.close()
-        assert (run(), told) == (0, ["/topic"] * 2)
+        assert (run(), messages) == (0, ["/topic"] * 2)
         ntfy.shutdown()
-    assert not tmp_path.joinpath("told").exists()  # so it tells the next time
+    assert not tmp_path.joinpath("told").exists()  # so it sends one the next time
 
 
-def test_fail2ban_finds_those_who_guess_and_nobody_else(tmp_path: Path) -> None:
+def test_fail2ban_finds_who_guesses_pins_and_nobody_else(tmp_path: Path) -> None:
     bait = "ip=203.0.113.66 refused POST /api/auth: 401 Wrong PIN"
     path = bait.replace(" ", "%20").encode()
     with daemon(MACHINE) as started:

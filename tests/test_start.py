@@ -1,4 +1,4 @@
-"""A start, from the tap to the system: what it does, tells, and forgets."""
+"""A start, from the tap to the booted system: what it does, reports and forgets."""
 
 import contextlib
 import gc
@@ -30,24 +30,25 @@ from conftest import (
 from cryptroot_unlock import Disks
 from homelab import OPENSSH, Homelab, SshServer, bind, new_key, public_line
 from namespaces import Home, home, ip, udp_packets
-from ssh_servers import Initrd, free_port, paramiko_server
-from test_unlock import peer
+from ssh_servers import Initrd, free_port, paramiko_server, tcp_server
 
 import waker
 
 __all__ = ["home"]  # a fixture
 ONE = {"d": PASSPHRASE}
 NOT_SENT = "The passphrase was not sent."
+OFF = waker.PortStates(waker.PortState.SILENT, waker.PortState.SILENT)
 
 
-def told(client: Client) -> Any:
+def shown(client: Client) -> Any:
+    """Return the start as the status shows it."""
     return client.status()["start"]
 
 
 def wait_until(client: Client, phase: str) -> str:
     """Wait for a phase; returns its outcome and its message."""
-    there = wait_for(lambda: told(client), lambda now: now["phase"] == phase)
-    return "{outcome}: {message}".format(**there)
+    start = wait_for(lambda: shown(client), lambda now: now["phase"] == phase)
+    return "{outcome}: {message}".format(**start)
 
 
 def start(client: Client, phase: str, passphrase: str = PASSPHRASE) -> str:
@@ -63,7 +64,7 @@ def cancel(client: Client) -> str:
 
 
 def is_forgotten() -> bool:
-    """Tell whether nothing in this process has the passphrase of a start any more."""
+    """Check that no object in this process holds the passphrase of a start."""
     gc.collect()
     return not any(
         type(one) is waker.Passphrase
@@ -76,7 +77,7 @@ def is_forgotten() -> bool:
 def starting(
     folder: Path, disks: Disks, **figures: Any
 ) -> Iterator[tuple[Client, Initrd]]:
-    """Start a machine that waits for its passphrase, and then boots nothing."""
+    """Start a machine that asks for its passphrase, but whose system never boots."""
     with paramiko_server(folder, disks) as initrd:
         settings = {"WAKER_PIN": PIN} | MAC | initrd.machine().settings()
         settings["WAKER_SYSTEM_SSH_PORT"] = str(free_port())
@@ -86,14 +87,14 @@ def starting(
             yield client, initrd
 
 
-def test_a_machine_is_woken_once_unlocked_and_seen_up(
+def test_a_start_wakes_and_unlocks_a_machine_until_it_is_up(
     owner: Client, lab: Homelab, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert told(owner) is None
+    assert shown(owner) is None
     wrong = "wrong_passphrase: Wrong passphrase for disk cryptroot."
     assert start(owner, "failed", "wrong") == wrong
     assert start(owner, "done") == "up: Unlocked: cryptroot. The system is up."
-    begun = told(owner)
+    begun = shown(owner)
     members = {"phase", "outcome", "message", "seconds", "sent", "times"}
     assert begun.keys() == members
     assert begun["sent"]
@@ -103,8 +104,8 @@ def test_a_machine_is_woken_once_unlocked_and_seen_up(
     assert begun["times"]["done"] == begun["seconds"]
     assert start(owner, "done", "x") == f"up: The system is already up. {NOT_SENT}"
     assert len(lab.packets) == 3
-    given = [bytes.fromhex(text).decode() for text in Disks.load(lab.state).received]
-    assert given == ["wrong", PASSPHRASE]
+    received = Disks.load(lab.state).received
+    assert [bytes.fromhex(text).decode() for text in received] == ["wrong", PASSPHRASE]
     phases = dict.fromkeys(re.findall("start: (.*?):", capfd.readouterr().err))
     assert [*phases] == ["waking", "unlocking", "failed", "booting", "done"]
 
@@ -113,7 +114,7 @@ AWAKE = {"initrd_port": free_port(), "system_port": free_port()}
 NOWHERE = {"host": "255.255.255.255"}  # TCP cannot connect there
 
 
-def test_a_machine_that_falls_silent_is_not_said_to_have_slept(
+def test_a_machine_that_stops_responding_is_not_called_asleep(
     lab: Homelab, config: waker.Config
 ) -> None:
     lab.disks.idle = True
@@ -139,39 +140,49 @@ def test_a_machine_that_falls_silent_is_not_said_to_have_slept(
         ({}, {"packet_port": 0}, f"error: Failed to send WOL packet: .* {NOT_SENT}"),
         ({}, {"start_seconds": "a bug"}, r"error: bug: TypeError, waker.py:\d+. .*"),
     ],
+    ids=["silent", "awake", "not checked", "no packet", "bug"],
 )
-def test_a_start_that_fails_says_why_for_an_hour(
+def test_a_failed_start_shows_its_reason_for_an_hour(
     config: waker.Config, lab: Homelab, ports: Any, figures: Any, end: str
 ) -> None:
-    """One without a thread leaves room. Silence is woken again and again, no other."""
+    """Packets are repeated only if nothing shows that the machine is awake."""
     mac = waker.parse_mac("52:54:00:00:00:99")
     config = config._replace(machine=config.machine._replace(**ports), mac=mac)
-    config = config._replace(**{"start_seconds": 3, "packet_seconds": 0.1} | figures)
+    config = config._replace(**{"start_seconds": 6, "packet_seconds": 0.1} | figures)
     app, passphrase = new_app(config), waker.Passphrase("x")
-    off = waker.PortStates(waker.PortState.SILENT, waker.PortState.SILENT)
-    with no_threads(), pytest.raises(waker.Fault) as fault:
-        app.starter.begin(passphrase, 0)
-    assert (fault.value.status, fault.value.headers) == (503, (("Retry-After", "5"),))
-    assert app.starter.members(0, off) is None
     began = time.monotonic()
     app.starter.begin(passphrase, began)
     wait_for_starts()
     now = time.monotonic()
-    told: Any = app.starter.members(now, off)
-    assert re.fullmatch(end, "{outcome}: {message}".format(**told))
-    assert told["seconds"] <= now - began
-    assert told["seconds"] >= 3 or not end.startswith("not_awake")
-    assert app.starter.members(now + 3590, off) == told
-    assert app.starter.members(now + 3600, off) is None
+    start: Any = app.starter.members(now, OFF)
+    assert re.fullmatch(end, "{outcome}: {message}".format(**start))
+    assert start["sent"] == ("bug" in end)  # it may have been
+    assert start["seconds"] <= now - began
+    assert start["seconds"] >= 6 or not end.startswith("not_awake")
+    assert app.starter.members(now + 3590, OFF) == start
+    assert app.starter.members(now + 3600, OFF) is None
     is_unseen = "did not wake" in end or "could not be checked" in end
     assert (len(lab.packets) >= 6) == is_unseen  # three at a time
     assert set(lab.packets) <= {waker.magic_packet(mac)}
 
 
+def test_a_start_that_gets_no_thread_does_not_block_the_next(
+    config: waker.Config,
+) -> None:
+    starter, passphrase = new_app(config).starter, waker.Passphrase("x")
+    with no_threads(), pytest.raises(waker.Fault) as fault:
+        starter.begin(passphrase, 0)
+    assert (fault.value.status, fault.value.headers) == (503, (("Retry-After", "5"),))
+    assert starter.members(0, OFF) is None
+    starter.begin(passphrase, time.monotonic())
+    starter.cancel()
+    wait_for_starts()
+
+
 def test_a_later_packet_that_fails_does_not_end_the_start(
     home: Home, tmp_path: Path
 ) -> None:
-    """A switch that restarts, or a card that changes its speed, takes the link away."""
+    """A restarting switch, or a card that changes its speed, interrupts the link."""
     router, machine, _ = home
     ip(f"-n {router.name} route del default")  # or the packet would leave there
     (tmp_path / "ssh_key").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\n")
@@ -181,11 +192,9 @@ def test_a_later_packet_that_fails_does_not_end_the_start(
     config = waker.read_config(settings, tmp_path)._replace(packet_seconds=0.1)
     starter = new_app(config).starter
 
-    off = waker.PortStates(waker.PortState.SILENT, waker.PortState.SILENT)
-
     def message() -> str:
-        told: Any = starter.members(time.monotonic(), off)
-        return str(told["message"])
+        start: Any = starter.members(time.monotonic(), OFF)
+        return str(start["message"])
 
     with machine.capture() as frames:
         router.run(lambda: starter.begin(waker.Passphrase("x"), time.monotonic()))
@@ -202,17 +211,17 @@ def test_a_later_packet_that_fails_does_not_end_the_start(
 
 def test_an_early_initrd_is_not_asked_again_at_once(tmp_path: Path) -> None:
     with starting(tmp_path, Disks(ONE, early=True), retry_seconds=60) as (client, lab):
-        wait_for(lambda: "not ready yet" in told(client)["message"])
+        wait_for(lambda: "not ready yet" in shown(client)["message"])
         Disks(ONE).save(lab.state)
-        began = told(client)["seconds"]  # in three more, it could try again and again
-        wait_for(lambda: told(client)["seconds"] >= began + 3)
+        began = shown(client)["seconds"]  # within three more, it could retry often
+        wait_for(lambda: shown(client)["seconds"] >= began + 3)
         assert lab.received() == []
         assert cancel(client) == f"cancelled: Cancelled. {NOT_SENT}"
 
 
 def test_an_early_initrd_is_asked_again(tmp_path: Path) -> None:
     with starting(tmp_path, Disks(ONE, early=True)) as (client, initrd):
-        wait_for(lambda: "not ready yet" in told(client)["message"])
+        wait_for(lambda: "not ready yet" in shown(client)["message"])
         assert initrd.received() == []
         Disks(ONE).save(initrd.state)
         assert wait_until(client, "booting") == "unlocked: Unlocked: d."
@@ -230,8 +239,9 @@ SLOW = "The system has not answered yet."
         (Disks(ONE), f"not_up: Unlocked: d. {SLOW}"),
         (Disks(ONE, slow=9), f"not_up: Not confirmed: .* was sent, but .* {SLOW}"),
     ],
+    ids=["too early", "already open", "unlocked", "not confirmed"],
 )
-def test_a_start_whose_time_is_over_tells_what_was_seen(
+def test_a_start_that_times_out_reports_what_it_knows(
     tmp_path: Path, disks: Disks, end: str
 ) -> None:
     over = {"start_seconds": 0, "prompt_seconds": 0}
@@ -249,27 +259,35 @@ def test_a_passphrase_that_may_have_been_sent_is_not_sent_again(
     disks = Disks({"d": "another"}, dies="hangs up")
     figures = {"retry_seconds": 0.1, "start_seconds": 2}
     with starting(tmp_path, disks, **figures) as (client, initrd):
-        told = wait_until(client, "failed")
-        assert told.startswith("not_up: Not confirmed: the passphrase was sent, but")
+        ended = wait_until(client, "failed")
+        assert ended.startswith("not_up: Not confirmed: the passphrase was sent, but")
         assert initrd.received() == [PASSPHRASE.encode()]
 
 
-def test_what_could_only_fail_wakes_nobody(config: waker.Config, lab: Homelab) -> None:
+def test_a_start_without_a_pinned_host_key_wakes_nothing(
+    config: waker.Config, lab: Homelab
+) -> None:
     machine = config.machine._replace(host_keys=())
     with running(config._replace(machine=machine)) as client:
         answer = client.log_in().start()
-        assert (answer.status, told(client)) == (500, None)
+        assert (answer.status, shown(client)) == (500, None)
         assert answer.error == f"Failed to start: {waker.NOT_PINNED}. {NOT_SENT}"
+    assert lab.packets == []
+
+
+def test_a_start_without_an_ssh_key_wakes_nothing(
+    config: waker.Config, lab: Homelab
+) -> None:
     with running(config) as client:
         client.log_in()
-        lab.ssh_key.unlink()  # the daemon runs already
+        lab.ssh_key.unlink()  # after the daemon has checked it
         remedy = f"make it with: ssh-keygen -t ed25519 -N '' -f {lab.ssh_key}"
         fault = f"SSH key {lab.ssh_key} is missing; correct the path, or {remedy}."
         fault += f" {NOT_SENT}"
-        for answer, wish in ((client.start(), "start"), (client.unlock(), "unlock")):
-            assert answer.status == 500
-            assert answer.error == f"Failed to {wish}: {fault}"
-        assert told(client) is None
+        for answer, request in ((client.start(), "start"), (client.unlock(), "unlock")):
+            assert answer.status == 500, request
+            assert answer.error == f"Failed to {request}: {fault}"
+        assert shown(client) is None
     assert lab.packets == []
 
 
@@ -287,21 +305,21 @@ DOUBT = (
 
 
 def listen_at(machine: waker.Machine) -> SshServer:
-    """Open the system's port."""
+    """Open the system's SSH port."""
     return SshServer(bind("127.0.0.1", machine.system_port), new_key(), OPENSSH)
 
 
-def test_what_was_not_confirmed_is_doubted_while_the_initrd_runs(
+def test_an_unconfirmed_unlock_is_doubted_while_the_initrd_runs(
     tmp_path: Path,
 ) -> None:
-    """And whatever was reported, the system may come up."""
+    """The system may still come up afterwards."""
     disks = Disks({"d": "another"}, dies="hangs up")
     with starting(tmp_path, disks, doubt_seconds=4) as (client, _):
         assert wait_until(client, "booting") == LOST
-        seen = wait_for(lambda: told(client), lambda now: "still" in now["message"])
+        seen = wait_for(lambda: shown(client), lambda now: "still" in now["message"])
         assert seen["phase"] == "booting"
         assert "{outcome}: {message}".format(**seen) == DOUBT
-        assert seen["seconds"] - seen["times"]["booting"] >= 3  # whole ones
+        assert seen["seconds"] - seen["times"]["booting"] >= 3  # of the 4, rounded
         assert client.app
         with contextlib.closing(listen_at(client.app.config.machine)):
             up, reported = wait_until(client, "done").split(". ", 1)
@@ -309,7 +327,7 @@ def test_what_was_not_confirmed_is_doubted_while_the_initrd_runs(
     assert reported in LOST
 
 
-def test_nothing_is_doubted_once_the_initrd_has_ended(tmp_path: Path) -> None:
+def test_an_unlock_is_not_doubted_once_the_initrd_has_ended(tmp_path: Path) -> None:
     disks = Disks({"d": "another"}, dies="for good")
     with starting(tmp_path, disks, doubt_seconds=0, start_seconds=4) as (client, _):
         reported = LOST.removeprefix("not_confirmed: ")
@@ -322,9 +340,13 @@ def test_a_cancelled_watch_keeps_what_the_unlock_reported(tmp_path: Path) -> Non
         assert cancel(client) == LOST
 
 
-@pytest.mark.parametrize("disks", [Disks(ONE), Disks(ONE, dies="hangs up")])
+@pytest.mark.parametrize(
+    "disks",
+    [Disks(ONE), Disks(ONE, dies="hangs up")],
+    ids=["confirmed", "not confirmed"],
+)
 def test_a_new_start_replaces_a_watch(tmp_path: Path, disks: Disks) -> None:
-    """Of many at the same moment, one does, and it sends only if a disk asks."""
+    """If several arrive together, one is accepted. It answers the disk that asks."""
     with starting(tmp_path, disks) as (client, initrd):
         wait_until(client, "booting")
         Disks({"second": "x"}, slow=2, received=["66"]).save(initrd.state)
@@ -333,9 +355,9 @@ def test_a_new_start_replaces_a_watch(tmp_path: Path, disks: Disks) -> None:
         assert sorted(each.result().status for each in begun) == [200] + 7 * [409]
         assert wait_until(client, "booting") == "unlocked: Unlocked: second."
         assert initrd.received() == [b"f", b"x"]
-        starts = [t for t in threading.enumerate() if t.name == "start"]
+        starts = [each for each in threading.enumerate() if each.name == "start"]
         wait_for(lambda: sum(thread.is_alive() for thread in starts) == 1)
-        assert told(client)["phase"] == "booting"
+        assert shown(client)["phase"] == "booting"
 
 
 def test_an_unlock_ends_a_watch(tmp_path: Path) -> None:
@@ -348,12 +370,11 @@ def test_an_unlock_ends_a_watch(tmp_path: Path) -> None:
         assert (answer.status, answer.error) == (409, "No start is running")
 
 
-@pytest.mark.parametrize("host_key", ["the right one", "another"])
-def test_a_failed_start_is_forgotten_when_the_system_is_up(
-    tmp_path: Path, host_key: str
+@pytest.mark.parametrize("right", [True, False], ids=["pinned", "another key"])
+def test_a_failure_is_forgotten_once_up_unless_the_host_key_differs(
+    tmp_path: Path, right: bool
 ) -> None:
-    """But not another host key: any program may listen on the system's port."""
-    right = host_key == "the right one"
+    """A wrong host key stays an alarm: any program may open the system's port."""
     with paramiko_server(tmp_path, Disks({"d": "another"})) as initrd:
         settings = {"WAKER_PIN": PIN} | MAC | initrd.machine().settings()
         settings["WAKER_SYSTEM_SSH_PORT"] = str(free_port())
@@ -364,24 +385,24 @@ def test_a_failed_start_is_forgotten_when_the_system_is_up(
             client.log_in()
             outcome = "wrong_passphrase" if right else "host_key_differs"
             assert start(client, "failed").startswith(outcome)
-            assert told(client)["sent"] == right
+            assert shown(client)["sent"] == right
             with contextlib.closing(listen_at(config.machine)):
                 wait_for(lambda: client.status()["state"] == "up")
-                assert (told(client) is None) == right
+                assert (shown(client) is None) == right
             wait_for(lambda: client.status()["state"] != "up")
-            assert (told(client) is None) == right
+            assert (shown(client) is None) == right
 
 
 # ---- Cancelling ----------------------------------------------------------------------
 
 
 def test_a_cancel_ends_the_wait_for_an_early_initrd(config: waker.Config) -> None:
-    """It hangs up while it configures its network, and would be asked again."""
-    with peer(socket.socket.close) as port:
+    """The initrd hangs up while it configures its network, so waker would retry."""
+    with tcp_server(socket.socket.close) as port:
         machine = config.machine._replace(initrd_port=port, system_port=free_port())
         with running(config._replace(machine=machine)) as client:
             client.log_in().start()
-            wait_for(lambda: "does not speak SSH" in told(client)["message"])
+            wait_for(lambda: "does not speak SSH" in shown(client)["message"])
             assert cancel(client) == f"cancelled: Cancelled. {NOT_SENT}"
 
 
@@ -404,8 +425,9 @@ def test_a_cancel_before_the_process_begins_sends_nothing(
         (Disks(ONE, mute=True), [], f"cancelled: Cancelled. {NOT_SENT}"),
         (Disks(ONE, slow=1), [PASSPHRASE.encode()], "unlocked: Unlocked: d."),
     ],
+    ids=["before sending", "after sending"],
 )
-def test_a_cancel_ends_what_sent_nothing_and_lets_the_rest_finish(
+def test_a_cancel_lets_an_unlock_finish_once_the_passphrase_was_sent(
     tmp_path: Path, disks: Disks, received: list[bytes], end: str
 ) -> None:
     with starting(tmp_path, disks) as (client, initrd):
@@ -422,7 +444,7 @@ def test_a_cancel_ends_what_sent_nothing_and_lets_the_rest_finish(
         assert (answer.status, answer.error) == (409, "No start is running")
 
 
-def test_a_signal_cancels_a_start_and_the_log_tells_it_all(tmp_path: Path) -> None:
+def test_sigterm_cancels_a_start_and_the_log_has_each_step(tmp_path: Path) -> None:
     with paramiko_server(tmp_path, Disks(ONE)) as initrd:
         with daemon(initrd.machine().settings() | MAC) as started:
             start(started.client.log_in(), "booting")
@@ -433,7 +455,7 @@ def test_a_signal_cancels_a_start_and_the_log_tells_it_all(tmp_path: Path) -> No
             assert started.stop() == 0
             assert not Path(f"/proc/{child}").exists()
     assert initrd.received() == []
-    # Who began something is told when it has begun: these lines may change places.
+    # A request is logged after its start has begun, so these lines may change places.
     assert sorted(started.log[2:]) == [
         "ip=127.0.0.1 Cancelling; the status shows the result",
         *["ip=127.0.0.1 Started; the status shows progress"] * 2,

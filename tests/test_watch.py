@@ -1,7 +1,6 @@
-"""What is seen of the machine: the state, within a second, and never a guess."""
+"""How the machine's state is observed: within a second, and without guessing."""
 
 import contextlib
-import functools
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -35,8 +34,12 @@ NOTHING = waker.PortStates(UNKNOWN, UNKNOWN)
         (OPEN, UNKNOWN, "unknown"),
         (UNKNOWN, SILENT, "unknown"),
     ],
+    ids=[
+        *("both silent", "initrd closed", "system closed", "initrd open"),
+        *("both open", "system open", "system unknown", "initrd unknown"),
+    ],
 )
-def test_two_ports_tell_the_state(
+def test_the_state_follows_from_two_ports(
     initrd: waker.PortState, system: waker.PortState, state: str
 ) -> None:
     assert waker.PortStates(initrd, system).members() == {
@@ -48,53 +51,59 @@ def test_two_ports_tell_the_state(
 
 
 @pytest.mark.parametrize(
-    ("says", "sight"),
+    ("banner", "expected"),
     [
         (f"{DROPBEAR}\r\nkey exchange of OpenSSH", LOCKED),
         (f"{OPENSSH}\r\nkey exchange of dropbear", waker.PortStates(CLOSED, OPEN)),
         ("", waker.PortStates(CLOSED, CLOSED)),  # reachable, and SSH is not up yet
     ],
+    ids=["dropbear", "OpenSSH", "no banner"],
 )
-def test_a_shared_port_is_told_by_its_identification(
-    config: waker.Config, says: str, sight: waker.PortStates
+def test_a_shared_port_is_identified_by_its_ssh_banner(
+    config: waker.Config, banner: str, expected: waker.PortStates
 ) -> None:
     with bind("127.0.0.1", 0) as listener, ThreadPoolExecutor() as pool:
         port = int(listener.getsockname()[1])
         machine = config.machine._replace(initrd_port=port, system_port=port)
         assert waker.check_ports(machine) == waker.PortStates(CLOSED, CLOSED)
         listener.listen()
-        looking = pool.submit(waker.check_ports, machine)
+        checking = pool.submit(waker.check_ports, machine)
         with listener.accept()[0] as tcp:
-            tcp.sendall(says.encode())
-            assert looking.result() == sight
+            tcp.sendall(banner.encode())
+            assert checking.result() == expected
 
 
-def test_who_does_not_answer_is_off_within_a_second_and_our_own_failure_is_told(
-    home: Home, config: waker.Config
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("neigh replace 192.168.77.20 lladdr 02:00:00:00:00:01 dev lan", OFF),
+        # Linux reports this error when nobody answers ARP.
+        ("route add unreachable 192.168.77.20", OFF),
+        ("route add prohibit 192.168.77.20", NOTHING),
+    ],
+    ids=["no answer", "unreachable", "prohibited"],
+)
+def test_silence_is_off_and_a_failed_check_unknown_within_a_second(
+    home: Home, config: waker.Config, change: str, expected: waker.PortStates
 ) -> None:
     router = home[0]
-    there = config.machine._replace(host="192.168.77.20")
+    machine = config.machine._replace(host="192.168.77.20")
+    ip(f"-n {router.name} {change}")
 
-    def sees_in_time(sight: waker.PortStates) -> bool:
+    def is_in_time() -> bool:
         began = time.monotonic()
-        # The thread that looks begins in the namespace of the one that made it.
-        assert router.run(lambda: waker.check_ports(there)) == sight
+        # A new thread inherits the network namespace of the thread that starts it.
+        assert router.run(lambda: waker.check_ports(machine)) == expected
         return time.monotonic() < began + 1
 
-    for change, sight in (
-        ("neigh replace 192.168.77.20 lladdr 02:00:00:00:00:01 dev lan", OFF),
-        ("route add unreachable 192.168.77.20", OFF),  # told so if no ARP is answered
-        ("route replace prohibit 192.168.77.20", NOTHING),
-    ):
-        ip(f"-n {router.name} {change}")
-        # Who is late for want of a processor may look again.
-        wait_for(functools.partial(sees_in_time, sight))
+    wait_for(is_in_time)  # a busy computer may need a second attempt
 
 
-def test_a_port_is_not_open_because_no_error_is_found(home: Home) -> None:
-    """Linux wakes who connects before it notes the error; here, we take that away.
+def test_only_a_real_connection_means_an_open_port(home: Home) -> None:
+    """Linux can wake a connecting thread before it records the error.
 
-    Source: tcp_v4_err, net/ipv4/tcp_ipv4.c; about 1 of 10,000 is awake in between.
+    This happens to about 1 in 10,000 connections. To provoke it, the test takes the
+    error away. Source: tcp_v4_err, net/ipv4/tcp_ipv4.c
     """
     pause = Path("/proc/sys/net/ipv4/neigh/lan/retrans_time_ms")
     home[0].run(lambda: pause.write_text("50"))
@@ -103,34 +112,34 @@ def test_a_port_is_not_open_because_no_error_is_found(home: Home) -> None:
         with socket.socket() as tcp:  # the next socket gets its number
             error, place = 0, (tcp.fileno(), tcp.family, tcp.type)
         with ThreadPoolExecutor() as pool:
-            knock = pool.submit(
+            probe = pool.submit(
                 home[0].run, lambda: waker.probe_port("192.168.77.99", 22)
             )
-            while not (error or knock.done()):
-                # Until it is there, the number is nobody's, or another file's.
+            while not (error or probe.done()):
+                # Until the socket exists, its number is unused, or another file's.
                 with contextlib.suppress(OSError), socket.fromfd(*place) as same:
-                    while not (error or knock.done()):
+                    while not (error or probe.done()):
                         error = same.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        return error, knock.result()
+        return error, probe.result()
 
-    # Who is late for want of a processor may take the next one.
+    # On a busy computer, the error may be missed; the next probe has one again.
     assert wait_for(take_error, lambda seen: seen[0])[1] == (UNKNOWN, "")
 
 
-def test_without_a_thread_nothing_is_claimed(config: waker.Config) -> None:
+def test_a_check_that_gets_no_thread_reports_unknown(config: waker.Config) -> None:
     with no_threads():
         assert waker.check_ports(config.machine) == NOTHING
 
 
-def test_a_port_is_not_knocked_at_twice_a_second(config: waker.Config) -> None:
-    """All who ask within a second, or at the same time, share one look."""
+def test_ports_are_probed_at_most_once_a_second(config: waker.Config) -> None:
+    """Requests within a second, or at the same time, share one check."""
     with bind("127.0.0.1", 0) as port, ThreadPoolExecutor(20) as pool:
         port.listen(99)
         number = int(port.getsockname()[1])
         machine = config.machine._replace(initrd_port=number, system_port=free_port())
         watcher = waker.Watcher(machine)
-        asked = pool.map(watcher.check, [100 + n / 100 for n in range(20)])
-        assert set(asked) == {LOCKED}
+        checks = pool.map(watcher.check, [100 + n / 100 for n in range(20)])
+        assert set(checks) == {LOCKED}
         assert watcher.check(100.6) == LOCKED
         assert watcher.check(100.9) == LOCKED
         assert watcher.check(101.2) == LOCKED
@@ -143,8 +152,8 @@ def test_a_port_is_not_knocked_at_twice_a_second(config: waker.Config) -> None:
             port.accept()
 
 
-def test_those_who_ask_at_the_same_time_share_one_check(config: waker.Config) -> None:
-    """It takes its time: the port that both systems share accepts, and is silent."""
+def test_simultaneous_requests_share_one_check(config: waker.Config) -> None:
+    """The check takes long: the shared port accepts connections but sends no banner."""
     with bind("127.0.0.1", 0) as port, ThreadPoolExecutor(5) as pool:
         port.listen(9)
         number = int(port.getsockname()[1])

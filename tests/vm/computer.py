@@ -1,7 +1,7 @@
-"""A computer that a magic packet switches on: a network card, and QEMU.
+"""A computer that a magic packet switches on: a network cable, and QEMU.
 
-The card is one end of a cable, the other is an interface of the router. While the power
-is off it hears what comes; what QEMU gets is the same end of the same cable.
+One end of the cable is an interface of the router. While the computer is off, the test
+reads packets from the other end; when it is on, QEMU uses that end as its network card.
 """
 
 import contextlib
@@ -33,11 +33,11 @@ class Computer:
     log: Path  # of its console
     qemu: subprocess.Popen[bytes] | None = None
 
-    def hear(self) -> bool:
-        """Listen to the cable; a right magic packet switches the computer on."""
+    def listen(self) -> bool:
+        """Wait for a magic packet on the cable; it switches the computer on."""
         ends = time.monotonic() + 10
         while select.select([self.cable], [], [], max(0, ends - time.monotonic()))[0]:
-            # A card wakes wherever in a frame the pattern is.
+            # A network card finds the pattern anywhere in a frame.
             if MAGIC in self.cable.read(65536):
                 self.switch_on()
                 return True
@@ -45,8 +45,8 @@ class Computer:
 
     def switch_on(self) -> None:
         root = "mapper/cryptroot" if self.guest.encrypted else "vda ip=off"
-        # Without norandmaps the emulation takes minutes. The console is to show what
-        # systemd has to complain of.
+        # Without norandmaps, the emulation takes minutes. The console shows systemd's
+        # warnings.
         options = (
             f"root=/dev/{root} rw console=ttyS0 norandmaps mitigations=off"
             " cryptomgr.notests panic=1 systemd.journald.forward_to_console=1"
@@ -89,12 +89,12 @@ class Computer:
         self.qemu.stdin.flush()
 
     def plug(self, *, in_: bool) -> None:
-        """Pull the computer's network plug, or put it in again: a command to QEMU."""
+        """Plug the network cable in or out, by a command to QEMU."""
         self.type(f"\x01cset_link lan {'on' if in_ else 'off'}\n\x01c")
 
     @property
     def console(self) -> str:
-        """All that the console has shown."""
+        """All text that the console has shown."""
         return self.log.read_text(errors="replace").replace("\r", "")
 
     def wait_for(self, text: str, count: int = 1) -> None:
@@ -106,7 +106,7 @@ class Computer:
 
 @contextlib.contextmanager
 def computer_of(guest: Guest, folder: Path) -> Iterator[Computer]:
-    """Put a computer that is off on the cable of a router, where waker runs."""
+    """Connect a computer that is off to a router, where waker runs."""
     ready()
     with hosts(1) as (router,), router.plug_in(IFF_TAP, "lan", f"{ROUTER}/24") as cable:
         computer = Computer(guest, router, cable, folder / "console")
@@ -115,12 +115,12 @@ def computer_of(guest: Guest, folder: Path) -> Iterator[Computer]:
             yield computer
         finally:
             computer.cut_power()
-            print(computer.console)  # where a test fails
+            print(computer.console)  # pytest shows it if a test fails
 
 
 @dataclass
 class Owner:
-    """Uses waker's API, and nothing else."""
+    """Uses only waker's API."""
 
     client: Client
     router: Namespace
@@ -138,16 +138,16 @@ class Owner:
     def start(
         self,
         passphrase: str,
-        hear: Callable[[], bool] = lambda: True,
+        listen: Callable[[], bool] = lambda: True,
         last: str = "never",
     ) -> Any:
-        """Start with one request, for which a computer listens.
+        """Start with one request; `listen` waits for the magic packet.
 
-        Returns the start at its end, or when its message ends with `last`.
+        Returns the start when it ends, or when its message ends with `last`.
         """
         begun = self.call("POST", "/api/start", {"passphrase": passphrase})
         assert begun.status == 200
-        assert hear()
+        assert listen()
 
         def has_ended(status: Any) -> bool:
             start = status["start"]
@@ -159,16 +159,16 @@ class Owner:
     def unlock(self, passphrase: str) -> tuple[int, str]:
         """Returns the status, and the message or the error."""
         answer = self.call("POST", "/api/unlock", {"passphrase": passphrase})
-        told = answer.json.get("message") or answer.json["error"]
-        return answer.status, told
+        message = answer.json.get("message") or answer.json["error"]
+        return answer.status, message
 
 
 @contextlib.contextmanager
 def owner_of(computer: Computer) -> Iterator[Owner]:
-    """Start waker on the router as its users start it, with a guest as the machine."""
+    """Start waker on the router, with a guest as its machine."""
     settings = computer.guest.settings() | {"WAKER_HOMELAB_MAC": MAC}
     with daemon(settings, *computer.router.command()) as started:
         owner = Owner(started.client, computer.router)
         computer.router.run(started.client.log_in)
         yield owner
-    print(*started.log, sep="\n")  # where a test fails
+    print(*started.log, sep="\n")  # pytest shows it if a test fails

@@ -1,4 +1,4 @@
-"""The box that runs waker: a booted systemd, and a Debian with nothing else on it."""
+"""Boxes that run waker: one with systemd as init, and one with a minimal Debian."""
 
 import contextlib
 import shutil
@@ -40,7 +40,7 @@ class Box:
         options = (
             f"UserKnownHostsFile={self.folder}/known_hosts",
             "ConnectTimeout=5",
-            "ControlMaster=auto",  # one connection for all: each takes seconds
+            "ControlMaster=auto",  # reuse one connection: each takes seconds
             f"ControlPath={self.folder}/ssh",
             "ControlPersist=300",
             "ServerAliveInterval=5",
@@ -80,8 +80,8 @@ class Box:
         """Read a property of the unit."""
         return self.run(f"systemctl show waker --value -p {name}").strip()
 
-    def see_that_it_does_not_start(self) -> list[str]:
-        """Returns the lines that say why."""
+    def fail_to_start(self) -> list[str]:
+        """Check that the service does not start; returns the lines that say why."""
         self.run("systemctl restart waker")
         self.wait("systemctl is-failed waker")
         assert (self.show("ExecMainStatus"), self.show("NRestarts")) == ("78", "0")
@@ -93,8 +93,8 @@ def new_machine(folder: Path, address: str = "127.0.0.1") -> Homelab:
     return Homelab(folder, disks=disks, address=address, packet_port=9)
 
 
-def see_a_journey(owner: Owner) -> str:
-    """From the PIN to the booted system; returns what was said of the packet."""
+def check_all_steps(owner: Owner) -> str:
+    """Log in, wake and unlock, until the system is up; returns the wake message."""
     owner.router.run(owner.client.log_in)
     owner.wait_for("off")
     woken = owner.call("POST", "/api/wol")
@@ -107,14 +107,14 @@ def see_a_journey(owner: Owner) -> str:
 
 
 def missing(name: str, kind: waker.FileKind) -> str:
-    """Tell how a file that the unit could not hand over is named."""
+    """Return the error for a file that the unit could not pass on."""
     path = f"/etc/waker/{name}"
     return f"{path} is missing; {kind.remedy.format(path)}"
 
 
 @pytest.fixture(params=BOXES, ids=[box.name for box in BOXES])
 def box(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Box]:
-    """Gives a box on which waker is installed as a package does it."""
+    """A box on which waker is installed as by a package."""
     make(tmp_path / "checkout", "install", "DESTDIR=stage", "INIT=systemd")
     pack = [need("tar"), "-C", str(tmp_path / "checkout/stage"), "-c", "."]
     packed = subprocess.run(pack, check=True, capture_output=True).stdout
@@ -128,43 +128,41 @@ def box(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Box]:
 
 @pytest.fixture
 def machine(box: Box, tmp_path: Path) -> Iterator[Homelab]:
-    """A machine that sleeps, in the LAN of the box."""
+    """A machine that is off, in the box's network."""
     sleeping = box.computer.router.run(partial(new_machine, tmp_path, ROUTER))
     with contextlib.closing(sleeping):
         yield sleeping
 
 
-def test_it_is_a_service_of_a_booted_systemd(
+def test_waker_is_a_sandboxed_systemd_service(
     box: Box, machine: Homelab, tmp_path: Path
 ) -> None:
     router = box.computer.router
 
-    # It names what is not set, and each file that is not there.
-    told = box.run("waker check 2>&1 || [ $? = 78 ]")
-    assert told.count(" is not set") == 3
+    # Errors name each missing setting and each missing file.
+    report = box.run("waker check 2>&1 || [ $? = 78 ]")
+    assert report.count(" is not set") == 3
     box.run("rm /etc/waker/waker.env")
-    assert box.see_that_it_does_not_start() == [
-        missing("waker.env", waker.SETTINGS_FILE)
-    ]
+    assert box.fail_to_start() == [missing("waker.env", waker.SETTINGS_FILE)]
     settings = machine.settings() | {"WAKER_PIN": PIN}
     for name in ("WAKER_SSH_KEY", "WAKER_HOMELAB_BROADCAST"):
         del settings[name]
     https = settings | {"WAKER_TLS_CERT": "cert.pem", "WAKER_TLS_KEY": "key.pem"}
     box.settle(https)
-    assert box.see_that_it_does_not_start()[1:] == [
+    assert box.fail_to_start()[1:] == [
         f"WAKER_SSH_KEY {missing('ssh_key', waker.SSH_KEY)}",
         f"WAKER_TLS_CERT {missing('cert.pem', waker.TLS_CERT)}",
         f"WAKER_TLS_KEY {missing('key.pem', waker.TLS_KEY)}",
     ]
 
-    # With all of them it does its work, in a sandbox, and logs no secret.
+    # When all are there, it works, in a sandbox, and logs no secret.
     certificate = new_certificate(tmp_path)
     box.write("/etc/waker/ssh_key", machine.ssh_key.read_text())
     box.write("/etc/waker/cert.pem", certificate.cert.read_text())
     box.write("/etc/waker/key.pem", certificate.key.read_text())
     box.settle(settings)
     (start,) = blocks("README.md", "**6. Box")
-    box.run(start.replace("sudo ", ""))  # which a minimal Debian has not
+    box.run(start.replace("sudo ", ""))  # a minimal Debian has no sudo
     box.wait(LISTENS)
     pid = box.show("MainPID")
     lines = box.run(f"cat /proc/{pid}/status").splitlines()
@@ -176,25 +174,25 @@ def test_it_is_a_service_of_a_booted_systemd(
     assert limit.split() == ["1", "1"]
     assert box.show("OOMPolicy") == "continue"
     owner = Owner(Client(8080, host=ADDRESS), router)
-    assert f"from {ADDRESS}" in see_a_journey(owner)
+    assert f"from {ADDRESS}" in check_all_steps(owner)
     lines = box.journal()
     assert sum(line.startswith(f"ip={ROUTER} PIN accepted") for line in lines) == 1
     assert not any(secret in line for line in lines for secret in (PIN, PASSPHRASE))
 
-    # After a crash it starts again, with its new settings.
+    # After a crash, it restarts with its new settings.
     box.settle(https)
     box.run("systemctl kill --signal=SEGV waker")
     box.wait(f"[ $(systemctl show waker --value -p NRestarts) = 1 ] && {LISTENS}")
     seen = router.run(lambda: ssl.get_server_certificate((ADDRESS, 8080)))
     assert seen.split() == certificate.cert.read_text().split()
 
-    # It stops within 2 s, whoever is connected.
+    # It stops within 2 s, even while a client is connected.
     stop = "a=$(date +%s%N); systemctl stop waker; echo $(($(date +%s%N) - a))"
     with router.run(lambda: socket.create_connection((ADDRESS, 8080))):
         assert int(box.run(stop)) < 2e9
     assert box.show("Result") == "success"
 
-    # It starts while there is no network, and is of use when that comes.
+    # It starts without a network, and works as soon as there is one.
     box.settle(settings)
     box.run("systemd-run --on-active=1 systemctl reboot")
     box.computer.plug(in_=False)
@@ -207,7 +205,7 @@ def test_it_is_a_service_of_a_booted_systemd(
 
 
 @pytest.mark.parametrize("suite", PACKAGES)
-def test_one_file_does_the_whole_journey_on_a_minimal_debian(
+def test_one_file_does_everything_on_a_minimal_debian(
     suite: str, tmp_path: Path
 ) -> None:
     ready()
@@ -223,5 +221,5 @@ def test_one_file_does_the_whole_journey_on_a_minimal_debian(
             shutil.copy(machine.ssh_key, folder)
             settings = machine.settings() | {"WAKER_SSH_KEY": f"/{folder.name}/ssh_key"}
             with daemon(settings, *enter, program=(program,)) as started:
-                see_a_journey(Owner(started.client, host))
+                check_all_steps(Owner(started.client, host))
         assert sorted(path.name for path in folder.iterdir()) == ["ssh_key", "waker"]

@@ -1,4 +1,4 @@
-"""Real machines: woken, unlocked and booted, with their consoles as the witness."""
+"""Virtual machines are woken, unlocked and booted; their consoles prove it."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +25,8 @@ LOST = (
 )
 SILENT = "Not confirmed: the passphrase was sent, but the initrd did not confirm it"
 NOT_CONFIRMED = 500, f"{LOST}; watch GET /api/status"
-# By whatever waker saw first, it learns that there is nothing to do.
-FASTER = {
+# Depends on what waker sees first.
+NOTHING_TO_DO = {
     waker.NotSent(outcome).result.message
     for outcome in (
         waker.Outcome.ALL_OPEN,
@@ -49,10 +49,10 @@ def machine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Machine]
 
 
 def wake(computer: Computer, owner: Owner) -> None:
-    """Have a machine woken, and wait until it is locked."""
+    """Wake a machine, and wait until it is locked."""
     owner.wait_for("off")
     assert owner.call("POST", "/api/wol").status == 200
-    assert computer.hear()
+    assert computer.listen()
     owner.wait_for("locked")
 
 
@@ -64,21 +64,21 @@ def test_one_request_starts_a_machine(
     name, disks = computer.guest.name, ", ".join(computer.guest.disks)
     ends = {f"Unlocked: {disks}. The system is up."}
     wrong = {"wrong_passphrase"}
-    if name == "slow":  # the initrd may stop waiting, or end before it says a word
+    if name == "slow":  # the initrd may stop waiting, or end before it confirms
         wrong.add("not_confirmed")
         ends |= {f"The system is up. {text}." for text in (LOST, SILENT)}
     for _ in range(pytestconfig.getoption("--cycles")):
         owner.wait_for("off")
-        told = owner.start("wrong", computer.hear, waker.STILL_LOCKED)
-        assert told["outcome"] in wrong, told
-        if name == "dropbear":  # it asks on and on
+        start = owner.start("wrong", computer.listen, waker.STILL_LOCKED)
+        assert start["outcome"] in wrong, start
+        if name == "dropbear":  # it keeps asking
             assert [owner.unlock("wrong") for _ in range(3)] == [WRONG] * 3
             computer.wait_for("maximum number of tries exceeded")
-        if computer.guest.tries == 0:  # so does systemd then
+        if computer.guest.tries == 0:  # then systemd keeps asking
             assert [owner.unlock("wrong")[0] for _ in range(3)] == [400] * 3
-        told = owner.start(PASSPHRASE)
-        assert (told["outcome"], told["message"] in ends) == ("up", True), told
-        assert name != "slow" or told["seconds"] > 10
+        start = owner.start(PASSPHRASE)
+        assert (start["outcome"], start["message"] in ends) == ("up", True), start
+        assert name != "slow" or start["seconds"] > 10
         computer.wait_for("guest login:")
         status, error = owner.unlock(PASSPHRASE)
         reason = "host key differs" if name == "port-22" else "Connection refused"
@@ -104,7 +104,7 @@ def test_systemd_gives_up_only_after_a_warning(machine: Machine) -> None:
 
 
 @SLOW
-def test_power_that_fails_during_an_unlock_is_told_as_a_loss(machine: Machine) -> None:
+def test_an_unlock_during_a_power_cut_is_not_confirmed(machine: Machine) -> None:
     computer, owner = machine
     wake(computer, owner)
     with ThreadPoolExecutor() as pool:
@@ -117,7 +117,7 @@ def test_power_that_fails_during_an_unlock_is_told_as_a_loss(machine: Machine) -
 
 
 @SLOW
-def test_a_network_that_comes_back_shows_what_became_of_the_machine(
+def test_an_unlock_during_a_network_cut_is_not_confirmed_but_boots(
     machine: Machine,
 ) -> None:
     computer, owner = machine
@@ -133,7 +133,7 @@ def test_a_network_that_comes_back_shows_what_became_of_the_machine(
 
 
 @SLOW
-def test_an_answer_at_the_console_first_is_told_as_nothing_to_do(
+def test_nothing_is_sent_if_the_console_was_answered_first(
     machine: Machine,
 ) -> None:
     computer, owner = machine
@@ -141,6 +141,7 @@ def test_an_answer_at_the_console_first_is_told_as_nothing_to_do(
     computer.wait_for(ASKING)
     computer.type(PASSPHRASE + "\n")
     computer.wait_for(TAKEN)
-    assert owner.unlock(PASSPHRASE)[1].removeprefix("Failed to unlock: ") in FASTER
+    message = owner.unlock(PASSPHRASE)[1]
+    assert message.removeprefix("Failed to unlock: ") in NOTHING_TO_DO
     owner.wait_for("up")
     computer.wait_for("guest login:")

@@ -1,6 +1,6 @@
-"""Today's Debian unstable with dracut, as docs/initrds.md says: what comes next.
+"""Today's Debian unstable with dracut, set up as docs/initrds.md says.
 
-It runs by `make test-unstable` alone: it is not waker's fault if unstable is broken.
+Only `make test-unstable` runs this, since unstable may be broken for other reasons.
 """
 
 from pathlib import Path
@@ -14,9 +14,9 @@ def test_a_server_with_debian_unstable_and_dracut_is_unlocked(tmp_path: Path) ->
     make_unstable()
     with computer_of(UNSTABLE, tmp_path) as computer, owner_of(computer) as owner:
         owner.wait_for("off")
-        told = owner.start("wrong", computer.hear)
-        assert told["outcome"] == "wrong_passphrase", told
+        start = owner.start("wrong", computer.listen)
+        assert start["outcome"] == "wrong_passphrase", start
         assert [owner.unlock("wrong")[0] for _ in range(3)] == [400] * 3
-        told = owner.start(PASSPHRASE)
-        assert told["message"] == "Unlocked: cryptroot. The system is up.", told
+        start = owner.start(PASSPHRASE)
+        assert start["message"] == "Unlocked: cryptroot. The system is up.", start
         computer.wait_for("guest login:")
