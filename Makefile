@@ -7,8 +7,8 @@ VENV := .venv$(PARAMIKO)
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --disable-pip-version-check
 PYTEST_ARGS ?=
-# More than there are processors, because most tests mostly wait. The browser's do not.
-PARALLEL := --numprocesses 14 --maxschedchunk 1
+# More than there are processors, because most tests mostly wait.
+PARALLEL := --numprocesses 10 --maxschedchunk 1
 # Tests start hundreds of processes, which should not compile everything again.
 export PYTHONDONTWRITEBYTECODE :=
 INIT ?= $(if $(wildcard /etc/rc.common),procd,systemd)
@@ -86,10 +86,7 @@ test: $(VENV)/done ## run all tests, or T=tests/test_wake.py, or T='-k broadcast
 ifdef T
 	$(BIN)/python -m pytest --numprocesses 4 $(PYTEST_ARGS) $(T)
 else
-	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS) --ignore tests/test_page.py \
-		--ignore tests/test_browsers.py
-	$(BIN)/python -m pytest --numprocesses 4 --maxschedchunk 1 $(PYTEST_ARGS) \
-		tests/test_page.py tests/test_browsers.py
+	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 endif
 
 test-browsers: $(VENV)/done .venv-qt6.5/done .venv-qt6.2/done ## test the page in each browser
