@@ -66,7 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the files at the end: test_unlock.py and test_start.py wait longest."""
+    """Start with the last files: test_unlock.py and test_start.py take longest."""
     items.reverse()
 
 
