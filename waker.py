@@ -63,7 +63,7 @@ if TYPE_CHECKING:  # imported only where needed, to save memory; paramiko takes 
 
     from paramiko import PKey, Transport
 
-__version__ = "2.1.0.dev0"
+__version__ = "2.1.0"
 
 # ---- Values --------------------------------------------------------------------------
 # Parsers raise ValueError. No repr shows a secret.
