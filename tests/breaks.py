@@ -211,6 +211,13 @@ BREAKS = (
     ),
     Break(
         4,
+        "conflicts are reported together with other mistakes",
+        "    mistakes += find_conflicts(parsed)\n",
+        "    mistakes = mistakes or [*find_conflicts(parsed)]\n",
+        CONFIG + "all_mistakes",
+    ),
+    Break(
+        4,
         "a mistake ends with status 78",
         "return os.EX_CONFIG",
         "return 1",
@@ -671,6 +678,13 @@ BREAKS = (
         "        tcp.getpeername()  #",
         "        #",
         WATCH + "real_connection",
+    ),
+    Break(
+        6,
+        "a check takes 0.8 s however slowly the banner comes",
+        "tcp.settimeout(max(deadline - time.monotonic(), 0.001))\n            received",
+        "tcp.settimeout(PROBE_SECONDS)\n            received",
+        WATCH + "drips",
     ),
     Break(
         6,
@@ -1190,6 +1204,13 @@ BREAKS = (
     ),
     Break(
         8,
+        "the doubt ends with the initrd",
+        "            message = result.message\n            is_late",
+        "            is_late",
+        START + "doubted",
+    ),
+    Break(
+        8,
         "doubt only while the initrd runs",
         "            if not confirmed and is_late and ports.initrd is PortState.OPEN:\n",
         "            if not confirmed and is_late:\n",
@@ -1452,6 +1473,14 @@ BREAKS = (
     ),
     Break(
         9,
+        "the 10 s are for the whole answer, not for each part",
+        "        while data:\n            send =",
+        "        while data:\n            self._deadline = time.monotonic() + 10\n"
+        "            send =",
+        HTTP + "ten_seconds",
+    ),
+    Break(
+        9,
         "a client has 2 s to close",
         "DRAIN_SECONDS: Final = 2 ",
         "DRAIN_SECONDS: Final = 8 ",
@@ -1480,6 +1509,13 @@ BREAKS = (
     ),
     Break(
         9,
+        "a client with six connections is not the busiest",
+        "        if most > 6:",
+        "        if most >= 6:",
+        HTTP + "six_connections",
+    ),
+    Break(
+        9,
         "six connections are no more than one",
         "        if most > 6:",
         "        if most > 1:",
@@ -1504,6 +1540,13 @@ BREAKS = (
         "a repeated X-Forwarded-For goes on where the first one ends",
         'f"{fields[name]}, {value}" if name in fields else value',
         "fields.get(name, value)",
+        HTTP + "the_proxy_saw",
+    ),
+    Break(
+        9,
+        "addresses that a client makes up do not hide its own",
+        '.rsplit(",", 16)',
+        '.split(",", 16)',
         HTTP + "the_proxy_saw",
     ),
     Break(

@@ -295,9 +295,10 @@ def test_the_environment_wins_and_all_mistakes_are_reported_without_values(
     file = tmp_path / "waker.env"
     file.write_text("WAKER_PIN=s3crt\nWAKER_SSH_USER=s3 crt\nwaker_x=s3crt\n")
     settings = MACHINE | {"WAKER_SSH_USER": "root", "WAKER_X": "s3crt"}
+    settings["WAKER_HOMELAB_BROADCAST"] = MACHINE["WAKER_HOMELAB_HOST"]
     ended = run_waker("--env-file", str(file), settings=settings)
     names = [line.split()[0] for line in ended.stderr.splitlines()]
-    assert names == ["WAKER_X", "waker_x", "WAKER_PIN"]
+    assert names == ["WAKER_X", "waker_x", "WAKER_PIN", "WAKER_HOMELAB_HOST"]
     assert "s3crt" not in ended.stderr
     assert ended.returncode == 78
 

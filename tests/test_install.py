@@ -11,6 +11,7 @@ from pathlib import Path
 import homelab
 import pytest
 from conftest import CHECKOUT, Client, daemon, make, need, need_root, wait_for
+from ssh_servers import free_port
 
 import waker
 
@@ -199,9 +200,10 @@ def test_procd_runs_waker_as_its_own_user_or_not_at_all(
 
 
 def test_the_demo_shows_its_secrets_and_enter_switches_its_server_off() -> None:
+    where = f"0.0.0.0:{free_port()}"  # nobody else takes it before the demo does
     with (
         subprocess.Popen(
-            [sys.executable, str(CHECKOUT / "tests/homelab.py"), "0.0.0.0:0"],
+            [sys.executable, str(CHECKOUT / "tests/homelab.py"), where],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

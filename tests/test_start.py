@@ -30,7 +30,7 @@ from conftest import (
 from cryptroot_unlock import Disks
 from homelab import OPENSSH, Homelab, SshServer, bind, new_key, public_line
 from namespaces import Home, home, ip, udp_packets
-from ssh_servers import Initrd, free_port, paramiko_server, tcp_server
+from ssh_servers import Initrd, free_port, paramiko_server, tcp_server, unlock
 
 import waker
 
@@ -312,14 +312,20 @@ def listen_at(machine: waker.Machine) -> SshServer:
 def test_an_unconfirmed_unlock_is_doubted_while_the_initrd_runs(
     tmp_path: Path,
 ) -> None:
-    """The system may still come up afterwards."""
+    """The doubt ends with the initrd, and the system may still come up."""
     disks = Disks({"d": "another"}, dies="hangs up")
-    with starting(tmp_path, disks, doubt_seconds=4) as (client, _):
+    with starting(tmp_path, disks, doubt_seconds=4) as (client, initrd):
         assert wait_until(client, "booting") == LOST
         seen = wait_for(lambda: shown(client), lambda now: "still" in now["message"])
         assert seen["phase"] == "booting"
         assert "{outcome}: {message}".format(**seen) == DOUBT
         assert seen["seconds"] - seen["times"]["booting"] >= 3  # of the 4, rounded
+        Disks(ONE, dies="before").save(initrd.state)
+        unlock(initrd.machine())  # by somebody else
+        seen = wait_for(
+            lambda: shown(client), lambda now: "still" not in now["message"]
+        )
+        assert "{outcome}: {message}".format(**seen) == LOST
         assert client.app
         with contextlib.closing(listen_at(client.app.config.machine)):
             up, reported = wait_until(client, "done").split(". ", 1)

@@ -10,7 +10,7 @@ import pytest
 from conftest import no_threads, wait_for
 from homelab import DROPBEAR, OPENSSH, bind
 from namespaces import Home, home, ip
-from ssh_servers import free_port
+from ssh_servers import free_port, tcp_server
 
 import waker
 
@@ -71,6 +71,19 @@ def test_a_shared_port_is_identified_by_its_ssh_banner(
         with listener.accept()[0] as tcp:
             tcp.sendall(banner.encode())
             assert checking.result() == expected
+
+
+def test_a_banner_that_drips_does_not_delay_a_check(config: waker.Config) -> None:
+    def drip(tcp: socket.socket) -> None:
+        with tcp:
+            while tcp.send(b"S"):
+                time.sleep(0.2)
+
+    with tcp_server(drip) as port:
+        machine = config.machine._replace(initrd_port=port, system_port=port)
+        began = time.monotonic()
+        waker.check_ports(machine)
+        assert time.monotonic() < began + 10  # of the 51 s that 255 bytes take
 
 
 @pytest.mark.parametrize(
