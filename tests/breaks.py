@@ -1965,6 +1965,14 @@ BREAKS = (
     ),
     Break(
         8,
+        "a start without an answer says that the passphrase may have arrived",
+        "{ lost: true }",
+        "{ lost: !limit.signal.aborted }",
+        PAGE + "may_have_arrived",
+        "ui.html",
+    ),
+    Break(
+        8,
         "over HTTP there is a warning",
         'if (isSecureContext || memory.warned) element("insecure").remove();',
         'element("insecure").remove();',

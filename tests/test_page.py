@@ -429,6 +429,18 @@ def test_a_lost_network_is_shown_and_recovers_by_itself(
     expect(phone.page.locator("#age")).to_be_empty()
 
 
+def test_a_passphrase_without_an_answer_may_have_arrived(
+    api: Client, phone: Phone
+) -> None:
+    phone.stop_clock().tell("off").open(api).give_pin().sees("off")
+    with phone.page.expect_request("**/api/start"):
+        phone.hold("start").start()
+    phone.page.clock.run_for(14_000)
+    expect(phone.page.locator("#start")).to_have_text("Starting…")
+    phone.page.clock.run_for(1500)
+    phone.reads("Your passphrase may have arrived. Watch the status before you try")
+
+
 def test_a_late_answer_is_shown_and_does_not_delay_the_next(
     config: waker.Config, phone: Phone
 ) -> None:
