@@ -84,6 +84,13 @@ BREAKS = (
     ),
     Break(
         2,
+        "nor in one of `waker unlock`",
+        "    with contextlib.suppress(ValueError):  # only root may raise a limit of 0\n",
+        '    if arguments.command == "serve":\n',
+        UNLOCK + "core_dump",
+    ),
+    Break(
+        2,
         "the passphrase is never lost on the way to that process",
         "stdin.write(passphrase.data)  # fits into the pipe: cannot block",
         "stdin.write(passphrase.data[:-1])",
@@ -648,6 +655,16 @@ BREAKS = (
         '("GET", "/apple-touch-icon.png", lambda app, _: app.icon, False)',
         API + "own_code",
     ),
+    Break(
+        5,
+        "a refused attempt is not counted",
+        "            if len(times) < MAX_ATTEMPTS or times[0]",
+        "            if len(times) >= MAX_ATTEMPTS:\n"
+        "                times.append(now)\n"
+        "                del times[:-MAX_ATTEMPTS]\n"
+        "            if len(times) < MAX_ATTEMPTS or times[0]",
+        API + "refused_attempts",
+    ),
     # ---- 6. Watching -----------------------------------------------------------------
     Break(
         6,
@@ -678,6 +695,13 @@ BREAKS = (
         "        tcp.getpeername()  #",
         "        #",
         WATCH + "real_connection",
+    ),
+    Break(
+        6,
+        "without a route, the state is unknown",
+        "or error.errno == errno.EHOSTUNREACH:",
+        "or error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):",
+        WATCH + "within_a_second",
     ),
     Break(
         6,
@@ -1152,6 +1176,13 @@ BREAKS = (
         "        finish idle\n",
         DIALECTS + "gives and each_outcome",
     ),
+    Break(
+        7,
+        "a machine that loses its power is noticed",
+        "tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)",
+        "tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)",
+        UNLOCK + "keepalive",
+    ),
     # ---- 8. Start --------------------------------------------------------------------
     Break(
         8,
@@ -1393,6 +1424,13 @@ BREAKS = (
         "            text = f",
         START + "for_an_hour",
     ),
+    Break(
+        8,
+        "a start is shown for an hour after its end",
+        "start.ended + SHOWN_SECONDS < now",
+        "start.began + SHOWN_SECONDS < now",
+        START + "for_an_hour",
+    ),
     # ---- 9. HTTP ---------------------------------------------------------------------
     Break(
         9,
@@ -1513,6 +1551,13 @@ BREAKS = (
         "        if most > 6:",
         "        if most >= 6:",
         HTTP + "six_connections",
+    ),
+    Break(
+        9,
+        "chance decides which connection makes room",
+        "secrets.choice([*waiting.values()]).drop()",
+        "[*waiting.values()][-1].drop()",
+        HTTP + "chance",
     ),
     Break(
         9,

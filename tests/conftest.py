@@ -46,6 +46,7 @@ PACKAGES = {
     "prlimit": "util-linux",
     "qemu-system-x86_64": "qemu-system-x86",
     "setpriv": "util-linux",
+    "ss": "iproute2",
     "ssh": "openssh-client",
     "ssh-keygen": "openssh-client",
     "sshd": "openssh-server",

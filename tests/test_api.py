@@ -139,6 +139,14 @@ def test_attempts_are_counted_for_a_minute() -> None:
         assert refused(gate, "192.0.2.1", now) == wait, now
 
 
+def test_refused_attempts_are_not_counted() -> None:
+    """Or a browser that keeps trying would never get in."""
+    gate = waker.Gate()
+    assert not any(refused(gate, "192.0.2.1", 0) for _ in range(10))
+    assert all(refused(gate, "192.0.2.1", second) for second in range(30, 60))
+    assert not refused(gate, "192.0.2.1", 60)
+
+
 @pytest.mark.parametrize(
     ("one", "other", "is_same"),
     [

@@ -300,6 +300,16 @@ def test_the_busiest_client_makes_room(
     assert capfd.readouterr().err == ""
 
 
+def test_chance_decides_who_makes_room(api: Client, crowd: Crowd) -> None:
+    """Or an attacker could arrive in the order that keeps the owner out."""
+    first = crowd.come(api, places(1, 64))
+    crowd.come(api, places(2, 32))
+    assert api.call("GET", "/").status == 200
+    # On average, 38 of 64 stay. If always the newest went, 63 would; if the oldest, 31.
+    assert sum(map(is_open, first)) < 60
+    assert any(map(is_open, first[:32]))
+
+
 def test_six_connections_count_as_one(api: Client, crowd: Crowd) -> None:
     """Or a browser, which opens six, would have to make room for strangers."""
     browsers = [crowd.come(api, [address] * 6) for address in places(1, 10)]

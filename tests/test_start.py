@@ -159,7 +159,7 @@ def test_a_failed_start_shows_its_reason_for_an_hour(
     assert start["sent"] == ("bug" in end)  # it may have been
     assert start["seconds"] <= now - began
     assert start["seconds"] >= 6 or not end.startswith("not_awake")
-    assert app.starter.members(now + 3590, OFF) == start
+    assert app.starter.members(now + 3597, OFF) == start  # an hour after its end
     assert app.starter.members(now + 3600, OFF) is None
     is_unseen = "did not wake" in end or "could not be checked" in end
     assert (len(lab.packets) >= 6) == is_unseen  # three at a time

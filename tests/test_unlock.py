@@ -16,7 +16,15 @@ from typing import Any
 
 import paramiko
 import pytest
-from conftest import CHECKOUT, MODULE, PASSPHRASE, environment, need, wait_for
+from conftest import (
+    CHECKOUT,
+    MODULE,
+    PASSPHRASE,
+    environment,
+    need,
+    wait_for,
+    wait_for_child,
+)
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -342,3 +350,25 @@ def test_no_weak_algorithm_is_offered(tmp_path: Path, kind: str) -> None:
     names = getattr(options, kind)
     assert names
     assert not re.search(r"sha1|md5|cbc|dss|\bssh-rsa", " ".join(names))
+
+
+def test_a_machine_that_loses_its_power_is_noticed_by_keepalive(tmp_path: Path) -> None:
+    """While it derives the key, nothing else is sent that could remain unanswered."""
+    with paramiko_server(tmp_path, Disks(ONE, slow=3)) as initrd:
+        with ThreadPoolExecutor() as pool:
+            unlocking = pool.submit(unlock, initrd.machine())
+            command = [need("ss"), "-Htno", f"dport = :{initrd.port}"]
+            wait_for(
+                lambda: subprocess.run(command, check=True, capture_output=True).stdout,
+                lambda seen: b"timer:(keepalive," in seen,
+            )
+        assert unlocking.result() == "unlocked: Unlocked: d."
+
+
+def test_an_unlock_writes_no_core_dump(tmp_path: Path) -> None:
+    with paramiko_server(tmp_path, Disks(ONE, slow=2)) as initrd:
+        with ThreadPoolExecutor() as pool:
+            unlocking = pool.submit(unlock, initrd.machine())
+            limits = Path(f"/proc/{wait_for_child(os.getpid())}/limits")
+            wait_for(limits.read_text, re.compile("core file size +1 +1 ").search)
+        assert unlocking.result() == "unlocked: Unlocked: d."

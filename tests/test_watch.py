@@ -93,8 +93,9 @@ def test_a_banner_that_drips_does_not_delay_a_check(config: waker.Config) -> Non
         # Linux reports this error when nobody answers ARP.
         ("route add unreachable 192.168.77.20", OFF),
         ("route add prohibit 192.168.77.20", NOTHING),
+        ("route add throw 192.168.77.20", NOTHING),
     ],
-    ids=["no answer", "unreachable", "prohibited"],
+    ids=["no answer", "unreachable", "prohibited", "no route"],
 )
 def test_silence_is_off_and_a_failed_check_unknown_within_a_second(
     home: Home, config: waker.Config, change: str, expected: waker.PortStates
