@@ -1183,6 +1183,13 @@ BREAKS = (
         "tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)",
         UNLOCK + "keepalive",
     ),
+    Break(
+        7,
+        "a second disk has 15 s to ask",
+        "            seconds = NEXT_PROMPT_SECONDS\n",
+        "",
+        UNLOCK + "15_seconds",
+    ),
     # ---- 8. Start --------------------------------------------------------------------
     Break(
         8,
@@ -1998,6 +2005,14 @@ BREAKS = (
         'if (ended && !next.start && next.state !== "up"',
         'if (ended && next.start && next.state !== "up"',
         PAGE + "restart_of_waker",
+        "ui.html",
+    ),
+    Break(
+        8,
+        "a start that ended an hour ago was not stopped",
+        "Date.now() - answered < 3_000_000",
+        "Date.now() - answered < 30_000_000",
+        PAGE + "after_an_hour",
         "ui.html",
     ),
     Break(

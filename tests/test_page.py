@@ -480,6 +480,16 @@ def test_an_older_answer_never_replaces_a_newer_one(api: Client, phone: Phone) -
     phone.sees("up")
 
 
+def test_after_an_hour_a_start_is_forgotten_and_not_called_stopped(
+    api: Client, phone: Phone
+) -> None:
+    phone.stop_clock().tell("off", "waking").open(api).give_pin().sees("starting")
+    phone.page.route("**/api/status", lambda route: route.abort())
+    phone.page.clock.fast_forward(3600_000)
+    phone.tell("off").sees("off")
+    assert "waker restarted" not in phone.page.locator("main").inner_text()
+
+
 def test_a_late_401_does_not_end_a_new_token(api: Client, phone: Phone) -> None:
     phone.stop_clock().tell("off").open(api).give_pin().sees("off")
     with phone.hold("status").look().page.expect_event("requestfinished"):

@@ -372,3 +372,14 @@ def test_an_unlock_writes_no_core_dump(tmp_path: Path) -> None:
             limits = Path(f"/proc/{wait_for_child(os.getpid())}/limits")
             wait_for(limits.read_text, re.compile("core file size +1 +1 ").search)
         assert unlocking.result() == "unlocked: Unlocked: d."
+
+
+def test_a_second_disk_has_15_seconds_to_ask(tmp_path: Path) -> None:
+    disks = Disks(ONE | {"second": "x"}, lingers=True)
+    with paramiko_server(tmp_path, disks) as initrd, ThreadPoolExecutor() as pool:
+        unlocking = pool.submit(unlock, initrd.machine())
+        wait_for(lambda: "d" not in Disks.load(initrd.state).locked)
+        Disks({"second": "x"}, mute=True).save(initrd.state)
+        began = time.monotonic()
+        assert unlocking.result() == "unlocked: Unlocked: d."
+        assert 14 < time.monotonic() - began < 40  # for the first one it is 60
