@@ -1929,6 +1929,22 @@ BREAKS = (
     ),
     Break(
         8,
+        "a status from before a start does not hide it",
+        "    counted = polls; // what was asked before knows nothing of it\n",
+        "",
+        PAGE + "before_a_start_does_not",
+        "ui.html",
+    ),
+    Break(
+        8,
+        "nobody is offered to cancel what has been sent",
+        ': sent ? "Stop watching"\n',
+        "\n",
+        PAGE + "can_be_cancelled_until",
+        "ui.html",
+    ),
+    Break(
+        8,
         "a late 401 does not end a new token",
         'if (expired && token === used) token = "";',
         'if (expired) token = "";',

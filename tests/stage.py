@@ -101,6 +101,7 @@ class Phone:
         outcome: str = "",
         message: str = "",
         *times: int,
+        sent: bool = False,
     ) -> "Phone":
         """Show the page a state of the server, and a start.
 
@@ -112,7 +113,7 @@ class Phone:
             "outcome": outcome or None,
             "message": message,
             "seconds": seconds,
-            "sent": outcome in SENT,
+            "sent": sent or outcome in SENT,
             "times": dict(zip(PHASES, begun, strict=False)),
         }
         status = {

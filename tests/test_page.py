@@ -480,6 +480,22 @@ def test_an_older_answer_never_replaces_a_newer_one(api: Client, phone: Phone) -
     phone.sees("up")
 
 
+def test_a_status_from_before_a_start_does_not_hide_it(
+    api: Client, phone: Phone
+) -> None:
+    phone.stop_clock().tell("off").open(api).give_pin().sees("off").hold("status").look()
+    before = phone.take_held()
+    phone.page.route("**/api/status", lambda _: None)  # no further one is answered
+    with phone.page.expect_request("**/api/status"):
+        phone.answer("start", 200, {"message": "Started"}).start()
+    phone.page.clock.run_for(500)
+    phone.sees("starting")
+    with phone.page.expect_event("requestfinished"):
+        before.fulfill(json={"name": "Home server", "state": "off", "start": None})
+    phone.page.clock.run_for(500)
+    phone.sees("starting")
+
+
 def test_after_an_hour_a_start_is_forgotten_and_not_called_stopped(
     api: Client, phone: Phone
 ) -> None:
@@ -608,6 +624,15 @@ def test_a_server_that_did_not_confirm_gets_another_passphrase(
         "doubtful"
     )
     assert phone.buttons() == ["Try another passphrase", "Stop watching"]
+
+
+def test_a_start_can_be_cancelled_until_the_passphrase_is_sent(
+    api: Client, phone: Phone
+) -> None:
+    phone.tell("locked", "unlocking").open(api).give_pin().reads("Waiting for")
+    assert phone.buttons() == ["Cancel"]
+    phone.tell("locked", "unlocking", sent=True).reads("Stop watching")
+    phone.tell("booting", "booting", "unlocked").reads("(the server keeps booting)")
 
 
 @pytest.mark.parametrize(
