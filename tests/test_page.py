@@ -7,6 +7,7 @@ If an answer would take a real machine minutes, or needs a bad network, the test
 import contextlib
 import ctypes.util
 import itertools
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe  # type: ignore[import-untyped]
@@ -32,7 +34,7 @@ import waker
 SOURCE = Path(waker.__file__).with_name("ui.html").read_text()
 FONTS = CHECKOUT / "tests/browsers/fonts.conf"
 # What the console shows if a request is refused or lost on purpose.
-EXPECTED = re.compile(r"Failed to load resource: (.* (40[019]|429|500) |net::ERR_)")
+EXPECTED = re.compile(r"Failed to load resource: (.* (40[019]|429|50[02]) |net::ERR_)")
 expect.set_options(timeout=60_000)
 
 
@@ -119,6 +121,9 @@ LOW = """() => [...document.querySelectorAll("button, input, summary")]
         const { width, height } = e.getBoundingClientRect();
         return width < 44 || height < 44;
     }).map((e) => e.id)"""
+# An iPhone zooms into a field with smaller text.
+SMALL = """() => [...document.querySelectorAll("input")]
+    .filter((e) => parseFloat(getComputedStyle(e).fontSize) < 16).map((e) => e.id)"""
 # Of the card, with as much room below it as above.
 HEIGHT = """(({top, bottom}) => top + bottom)(
     document.querySelector("main").getBoundingClientRect())"""
@@ -147,6 +152,7 @@ def test_every_state_is_accessible_and_fits_a_small_screen(
                 page.screenshot(path=name, animations="disabled", clip=clip)
         page.set_viewport_size({"width": 320, "height": 640})
         assert page.evaluate(LOW) == [], state
+        assert page.evaluate(SMALL) == [], state
         for size in ("200%", "100%"):
             page.evaluate(f"document.documentElement.style.fontSize = '{size}'")
             assert page.evaluate("document.documentElement.scrollWidth") <= 320, state
@@ -156,6 +162,7 @@ def test_every_state_is_accessible_and_fits_a_small_screen(
     assert max(map(int, re.findall(r"\d+", ground))) < 64  # the dark scheme is dark
 
 
+RING = "getComputedStyle(document.activeElement).outlineWidth"
 RECORD = """() => {
     window.announced = [];
     const live = document.querySelector("[role=status]");
@@ -220,6 +227,7 @@ def test_the_keyboard_alone_is_enough_and_focus_is_never_lost(
     for kind, label in (("text", "Hide passphrase"), ("password", "Show passphrase")):
         keyboard.press("Tab")
         assert phone.focus() == "show"
+        assert phone.page.evaluate(RING) != "0px"
         keyboard.press("Enter")
         assert phone.page.locator("#passphrase").get_attribute("type") == kind
         assert phone.page.locator("#show").get_attribute("aria-label") == label
@@ -272,6 +280,9 @@ def test_steps_times_and_the_usual_duration_come_from_the_daemon(
     phone.tell("off", "waking", "", "", 0, 63).reads("Longer than usual.")
     phone.tell("up", "done", "up", "It was up already.", 0, 99).sees("up")
     phone.tell("off", "waking", "", "", 0, 64).reads("Longer than usual.")
+    for usual in ("1:02", "1:02", "1:02", "1:02", "0:50"):  # the longest of five
+        phone.tell("up", "done", "up", "Fine.", 0, 38, 42, 50, 50).sees("up")
+        phone.tell("off", "waking", "", "", 0, 1).reads(f"Usually up within {usual}.")
 
 
 def test_a_wrong_pin_can_be_typed_again_and_the_keyboard_stays_open(
@@ -280,6 +291,7 @@ def test_a_wrong_pin_can_be_typed_again_and_the_keyboard_stays_open(
     phone.open(api)
     expect(phone.page.get_by_text("Not encrypted.")).to_be_hidden()
     phone.give_pin("12345678").reads("Wrong PIN")
+    expect(phone.page.get_by_role("status")).to_contain_text("Wrong PIN")
     assert phone.focus() == "pin"
     expect(phone.page.locator("#pin")).to_have_attribute("aria-invalid", "true")
     phone.page.keyboard.type(PIN)  # replaces what was typed, because it is selected
@@ -292,6 +304,9 @@ def test_a_wrong_pin_can_be_typed_again_and_the_keyboard_stays_open(
     phone.page.locator("#continue").tap()
     phone.sees("off")
     assert phone.page.evaluate("focused") == ["passphrase"]
+    phone.page.locator("#show").tap()
+    expect(phone.page.locator("#show")).to_have_text("Hide")
+    assert phone.focus() == "passphrase"
 
 
 def test_the_next_visit_has_the_same_keypad_and_no_second_http_warning(
@@ -373,6 +388,7 @@ def test_an_expired_token_loses_neither_the_passphrase_nor_a_start(
         phone.give_pin().sees("off").press("Wake and unlock").sees("starting")
         client.expire_tokens()
         phone.sees("pin").reads("Enter your PIN again.").reads("Last seen starting")
+        expect(phone.page.locator("#details")).to_be_hidden()
         phone.give_pin().sees("starting")
 
 
@@ -429,6 +445,25 @@ def test_a_lost_network_is_shown_and_recovers_by_itself(
     expect(phone.page.locator("#age")).to_be_empty()
 
 
+def test_a_network_that_is_back_is_used_at_once(api: Client, phone: Phone) -> None:
+    phone.stop_clock().open(api).give_pin().sees("off")
+    phone.page.context.set_offline(True)
+    phone.look().reads("Can't reach waker. Retrying…")
+    with phone.page.expect_request("**/api/status"):  # though no time passes
+        phone.page.context.set_offline(False)
+
+
+def test_a_proxys_own_error_is_no_answer(api: Client, phone: Phone) -> None:
+    def fail(route: Route) -> None:
+        route.fulfill(status=502, content_type="text/html", body="<h1>Bad gateway</h1>")
+
+    phone.tell("off").open(api).give_pin().sees("off")
+    phone.page.route("**/api/start", fail)
+    phone.start().reads("Your passphrase may have arrived.").sees("off")
+    phone.page.route("**/api/status", fail)
+    phone.look().reads("Can't reach waker. Retrying…").sees("off")
+
+
 def test_a_passphrase_without_an_answer_may_have_arrived(
     api: Client, phone: Phone
 ) -> None:
@@ -460,8 +495,12 @@ def test_a_late_answer_is_shown_and_does_not_delay_the_next(
             phone.page.clock.run_for(2000)
             with silent.accept()[0] as second:
                 assert second.recv(4) == b"GET "
-                phone.page.clock.run_for(6000)
-                phone.reads("s ago. Retrying…").sees("off")
+                age = phone.page.locator("#age")
+                phone.page.clock.run_for(5000)
+                expect(age).to_be_empty()  # for 8 s
+                phone.page.clock.run_for(1500)
+                expect(age).to_contain_text("s ago. Retrying…")
+                phone.sees("off")
                 silent.settimeout(0.2)
                 with pytest.raises(TimeoutError):
                     silent.accept()
@@ -483,7 +522,9 @@ def test_an_older_answer_never_replaces_a_newer_one(api: Client, phone: Phone) -
 def test_a_status_from_before_a_start_does_not_hide_it(
     api: Client, phone: Phone
 ) -> None:
-    phone.stop_clock().tell("off").open(api).give_pin().sees("off").hold("status").look()
+    phone.stop_clock().tell("off").open(api).give_pin().sees("off").hold(
+        "status"
+    ).look()
     before = phone.take_held()
     phone.page.route("**/api/status", lambda _: None)  # no further one is answered
     with phone.page.expect_request("**/api/status"):
@@ -624,6 +665,7 @@ def test_a_server_that_did_not_confirm_gets_another_passphrase(
         "doubtful"
     )
     assert phone.buttons() == ["Try another passphrase", "Stop watching"]
+    assert phone.page.locator("#passphrase").input_value() == ""
 
 
 def test_a_start_can_be_cancelled_until_the_passphrase_is_sent(
@@ -635,14 +677,41 @@ def test_a_start_can_be_cancelled_until_the_passphrase_is_sent(
     phone.tell("booting", "booting", "unlocked").reads("(the server keeps booting)")
 
 
+def test_the_line_below_the_state_knows_how_the_last_start_ended(
+    api: Client, phone: Phone
+) -> None:
+    phone.tell("off").open(api).give_pin().sees("off")
+    line, more = phone.page.locator("#line"), phone.page.locator("#more")
+    silent = "It doesn't answer. It may still be booting."
+    closed = "It isn't asking for the passphrase yet."
+    opened = "It is unlocked and booting."
+    for state, phase, outcome, text in (
+        ("off", "failed", "not_awake", ""),
+        ("off", "failed", "not_up", silent),
+        ("off", "cancelled", "unlocked", silent),
+        ("off", "cancelled", "not_confirmed", silent),
+        ("booting", "cancelled", "not_confirmed", closed),
+        ("booting", "cancelled", "unlocked", opened),
+        ("booting", "cancelled", "already_open", opened),
+        ("booting", "failed", "not_asked", closed),
+    ):
+        phone.tell(state, phase, outcome, f"{state} {outcome}")
+        expect(more).to_have_text(f"{state} {outcome}", ignore_case=True)
+        expect(line).to_have_text(text)
+
+
 @pytest.mark.parametrize(
-    ("outcome", "view"), [("host_key_differs", "foreign"), ("gave_up", "stuck")]
+    ("outcome", "view", "advice"),
+    [
+        ("host_key_differs", "foreign", "Find out why before you try again."),
+        ("gave_up", "stuck", "Someone must restart it."),
+    ],
 )
 def test_an_alarm_is_the_headline_and_hides_the_form(
-    api: Client, phone: Phone, outcome: str, view: str
+    api: Client, phone: Phone, outcome: str, view: str, advice: str
 ) -> None:
     phone.tell("locked", "unlocking").open(api).give_pin().sees("starting")
-    phone.tell("locked", "failed", outcome, "the keys: x, y.").sees(view)
+    phone.tell("locked", "failed", outcome, "the keys: x, y.").sees(view).reads(advice)
     assert phone.focus() == "headline"
     assert phone.buttons() == ["Try anyway"]
     expect(phone.page.locator("input:visible")).to_have_count(0)
@@ -650,7 +719,9 @@ def test_an_alarm_is_the_headline_and_hides_the_form(
     phone.open_details("Details").reads("The keys: x, y.").press("Try anyway")
     assert phone.focus() == "passphrase"
     assert phone.buttons() == ["Unlock"]
-    phone.sees(view).tell("up", "failed", outcome, "the keys: x, y.").sees("up")
+    phone.sees(view).tell("off", "failed", outcome, "it is off.").reads("It is off.")
+    phone.sees("off" if view == "stuck" else view)  # a restart helps
+    phone.tell("up", "failed", outcome, "the keys: x, y.").sees("up")
     quiet = "The last start reached another server." if view == "foreign" else ""
     expect(phone.page.locator("#line")).to_have_text(quiet)
 
@@ -716,6 +787,7 @@ def test_a_server_that_is_up_is_polled_every_10_s(api: Client, phone: Phone) -> 
     count = len(phone.requests)
     phone.page.clock.run_for(9000)
     assert len(phone.requests) == count
+    expect(phone.page.locator("#age")).to_be_empty()
     with phone.page.expect_request("**/api/status"):
         phone.page.clock.run_for(1500)
 
@@ -750,6 +822,39 @@ def test_a_hidden_page_sends_no_requests(
             phone.page.bring_to_front()
 
 
+def test_a_browser_without_modules_is_told_that_it_is_too_old(
+    api: Client, phone: Phone
+) -> None:
+    module = '<script type="module">'
+    assert module in SOURCE
+    phone.page.set_content(SOURCE.replace(module, '<script type="unknown">'))
+    phone.reads("This browser is too old for this page: update it, or use Safari 15.4")
+    assert phone.buttons() == []
+
+
+def test_a_browser_without_what_the_page_needs_is_told_that_it_is_too_old(
+    api: Client, phone: Phone
+) -> None:
+    phone.page.add_init_script("delete Object.hasOwn")
+    phone.open(api)
+    phone.reads("This browser is too old for this page: update it, or use Safari 15.4")
+    assert phone.buttons() == []
+
+
+@pytest.mark.parametrize("storage", ["blocked", "damaged"])
+def test_a_browser_that_remembers_nothing_is_good_enough(
+    api: Client, phone: Phone, storage: str
+) -> None:
+    phone.page.add_init_script(
+        """Object.defineProperty(window, "localStorage", {
+            get() { throw new DOMException("blocked", "SecurityError"); },
+        })"""
+        if storage == "blocked"
+        else "localStorage.setItem('waker /', '{')"
+    )
+    phone.open(api).give_pin().sees("off")
+
+
 @pytest.mark.parametrize("script", ["off", "too new", "throws"])
 def test_without_its_script_the_page_says_why(
     api: Client, new_phone: NewPhone, script: str
@@ -775,6 +880,35 @@ def test_a_later_exception_is_shown(api: Client, phone: Phone) -> None:
         "off"
     )
     assert "on purpose" in phone.console.pop()
+
+
+@pytest.mark.parametrize("length", [8, 128])
+def test_the_shortest_and_the_longest_pin_can_be_typed(
+    config: waker.Config, phone: Phone, length: int
+) -> None:
+    pin = ("123456789-" * 13)[:length]
+    with running(config._replace(pin=waker.Pin(pin))) as client:
+        phone.open(client).page.keyboard.insert_text(pin)
+        phone.page.keyboard.press("Enter")
+        phone.sees("off")
+
+
+def test_a_passphrase_is_sent_as_it_was_typed(api: Client, phone: Phone) -> None:
+    """Neither the page nor a phone's keyboard changes it."""
+    typed = " A\N{COMBINING DIAERESIS}".ljust(510) + " "  # of 512 bytes
+    phone.tell("off").open(api).give_pin().sees("off")
+    field = phone.page.locator("#passphrase")
+    for name, value in (
+        ("autocapitalize", "off"),
+        ("autocorrect", "off"),
+        ("spellcheck", "false"),
+    ):
+        expect(field).to_have_attribute(name, value)
+    phone.page.keyboard.insert_text(typed)
+    phone.answer("start", 200, {"message": "Started"})
+    with phone.page.expect_request("**/api/start") as request:
+        phone.page.keyboard.press("Enter")
+    assert request.value.post_data_json == {"passphrase": typed}
 
 
 def test_password_managers_can_keep_the_two_secrets_apart(
@@ -816,6 +950,34 @@ def test_the_page_can_be_installed_from_a_reverse_proxys_subpath(
         assert [error["errorId"] for error in errors] == ["in-incognito"]  # tests are
     icon = api.call("GET", "/apple-touch-icon.png")
     assert struct.unpack(">2I", icon.body[16:24]) == (180, 180)
+
+
+def test_two_wakers_at_one_address_keep_their_names_apart(
+    api: Client, phone: Phone
+) -> None:
+    """On a home screen, too, before the PIN is given. A name may be long."""
+    names = {"one": "x" * 64, "two": "Home server"}
+    base = f"http://127.0.0.1:{api.port}/"
+    path_of = re.compile("/(one|two)/")
+    page = phone.page
+    page.route(
+        path_of,
+        lambda route: route.continue_(url=path_of.sub("/", route.request.url)),
+    )
+    for path, name in names.items():
+        phone.answer("status", 200, {"name": name, "state": "off", "start": None})
+        page.goto(f"{base}{path}/")
+        expect(page).to_have_title("waker")
+        phone.give_pin().sees("off")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 320
+    for path, name in names.items():
+        page.goto(f"{base}{path}/")
+        expect(page).to_have_title(name)
+        app = page.locator("[name=apple-mobile-web-app-title]")
+        expect(app).to_have_attribute("content", name)
+        manifest = str(page.locator("[rel=manifest]").get_attribute("href"))
+        known = json.loads(unquote(manifest.partition(",")[2]))
+        assert (known["name"], known["start_url"]) == (name, f"{base}{path}/")
 
 
 def test_the_disc_is_visible_in_forced_colours(api: Client, phone: Phone) -> None:
