@@ -800,6 +800,7 @@ def test_a_server_that_is_up_is_polled_every_10_s(api: Client, phone: Phone) -> 
     expect(phone.page.locator("#age")).to_be_empty()
     with phone.page.expect_request("**/api/status"):
         phone.page.clock.run_for(1500)
+    phone.tell("off").sees("off").tell("up").sees("up")  # that one was answered
     phone.lose_connection().reads("Can't reach waker. Retrying…").sees("up")
     with phone.page.expect_request("**/api/status"):
         phone.page.clock.run_for(1500)
