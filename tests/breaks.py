@@ -44,6 +44,7 @@ CHECK = "test_check.py -k "
 DIALECTS = "test_dialects.py -k "
 FIGURES = "test_figures.py"
 PAGE = "test_page.py -k "
+INSTALL = "test_install.py -k "
 
 BREAKS = (
     # ---- 2. Promises -----------------------------------------------------------------
@@ -1821,6 +1822,86 @@ BREAKS = (
         '        log(describe_bug(error))\n        fault = Fault(500, "Internal error; see waker\'s log")',
         "        fault = Fault(500, str(error))",
         API + "a_bug",
+    ),
+    # ---- The service -----------------------------------------------------------------
+    Break(
+        2,
+        "waker starts at every boot",
+        "WantedBy=multi-user.target",
+        "WantedBy=graphical.target",
+        INSTALL + "line_for_each_promise",
+        "waker.service",
+    ),
+    Break(
+        2,
+        "waker is restarted after a crash",
+        "Restart=on-failure\n",
+        "",
+        INSTALL + "line_for_each_promise",
+        "waker.service",
+    ),
+    Break(
+        7,
+        "an unlock that runs out of memory does not take the daemon with it",
+        "OOMPolicy=continue\n",
+        "",
+        INSTALL + "line_for_each_promise",
+        "waker.service",
+    ),
+    Break(
+        7,
+        "the service has the memory that an unlock takes",
+        "MemoryMax=128M",
+        "MemoryMax=64M",
+        INSTALL + "line_for_each_promise",
+        "waker.service",
+    ),
+    Break(
+        9,
+        "the service may have a thread for each of 64 connections",
+        "TasksMax=160",
+        "TasksMax=64",
+        INSTALL + "line_for_each_promise",
+        "waker.service",
+    ),
+    Break(
+        4,
+        "the service reads the settings that systemd passes on",
+        "--env-file %d/waker.env",
+        "--env-file /etc/waker/waker.env",
+        INSTALL + "each_missing_file",
+        "waker.service",
+    ),
+    Break(
+        4,
+        "waker names the file that systemd could not pass on",
+        "SetCredential=ssh_key:\\n\n",
+        "",
+        INSTALL + "each_missing_file",
+        "waker.service",
+    ),
+    Break(
+        4,
+        "a missing file is named by its path in /etc/waker",
+        'if content == "\\n" and "credentials" in path.parts:',
+        'if content == "" and "credentials" in path.parts:',
+        INSTALL + "each_missing_file",
+    ),
+    Break(
+        4,
+        "OpenWrt's service reads /etc/waker/waker.env",
+        "env_file=/etc/waker/waker.env",
+        "env_file=/etc/waker.env",
+        INSTALL + "procd_runs",
+        "waker.init",
+    ),
+    Break(
+        4,
+        "waker.env.example sets nothing but what is required",
+        "#WAKER_TRUSTED_PROXY=127.0.0.1",
+        "WAKER_TRUSTED_PROXY=127.0.0.1",
+        "test_readme.py -k every_default",
+        "waker.env.example",
     ),
     # ---- The page -------------------------------------------------------------------
     Break(

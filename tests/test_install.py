@@ -10,7 +10,18 @@ from pathlib import Path
 
 import homelab
 import pytest
-from conftest import CHECKOUT, Client, daemon, make, need, need_root, wait_for
+from conftest import (
+    CHECKOUT,
+    MACHINE,
+    PIN,
+    Client,
+    daemon,
+    make,
+    need,
+    need_root,
+    run_waker,
+    wait_for,
+)
 from ssh_servers import free_port
 
 import waker
@@ -143,6 +154,57 @@ def test_systemd_accepts_the_unit_and_its_sandbox(tmp_path: Path) -> None:
     assert subprocess.run(rate, capture_output=True, check=False).returncode == 1
 
 
+UNIT_LINES = {
+    "it starts at boot": "WantedBy=multi-user.target",
+    "it restarts after a crash": "Restart=on-failure",
+    "but not at once": "RestartSec=5",
+    "a stop lets an unlock finish": "KillMode=mixed",
+    "there are no core dumps": "LimitCORE=1",
+    "an unlock has enough memory": "MemoryMax=128M",
+    "a thread costs no heap": "Environment=MALLOC_ARENA_MAX=2",
+    "an unlock out of memory ends alone": "OOMPolicy=continue",
+    "64 connections have enough threads": "TasksMax=160",
+}
+
+
+@pytest.mark.parametrize("line", UNIT_LINES.values(), ids=[*UNIT_LINES])
+def test_the_unit_has_the_line_for_each_promise(line: str) -> None:
+    """Only `make test-vm` starts it, and takes minutes."""
+    lines = CHECKOUT.joinpath("waker.service").read_text().splitlines()
+    name = line.partition("=")[0]
+    assert [each for each in lines if each.startswith(f"{name}=")] == [line]
+
+
+@pytest.mark.parametrize("has_settings", [False, True], ids=["nothing", "settings"])
+def test_the_unit_lets_waker_name_each_missing_file(
+    has_settings: bool, tmp_path: Path
+) -> None:
+    """Instead of systemd, which would not name it, pass on the files of the unit."""
+    unit = CHECKOUT.joinpath("waker.service").read_text()
+    etc, passed = tmp_path / "etc", tmp_path / "credentials"
+    etc.mkdir()
+    passed.mkdir()
+    if has_settings:
+        values = MACHINE | {
+            "WAKER_PIN": PIN,
+            "WAKER_SSH_HOST_KEY": homelab.public_line(homelab.new_key()),
+            "WAKER_TLS_CERT": "cert.pem",
+            "WAKER_TLS_KEY": "key.pem",
+        }
+        lines = "".join(f"{name}={value}\n" for name, value in values.items())
+        etc.joinpath("waker.env").write_text(lines)
+    instead = dict(re.findall("(?m)^SetCredential=(.*?):(.*)$", unit))
+    for name, source in re.findall("(?m)^LoadCredential=(.*?):(.*)$", unit):
+        kept = etc / Path(source).relative_to("/etc/waker")
+        text = kept.read_text() if kept.exists() else instead[name].replace("\\n", "\n")
+        passed.joinpath(name).write_text(text)
+    (start,) = re.findall("(?m)^ExecStart=/usr/local/bin/waker (.*)$", unit)
+    ended = run_waker(*start.replace("%d", str(passed)).split())
+    missing = re.findall("(?m)/etc/waker/(.*) is missing; ", ended.stderr)
+    files = ["ssh_key", "cert.pem", "key.pem"] if has_settings else ["waker.env"]
+    assert (ended.returncode, missing) == (78, files)
+
+
 def test_shellcheck_accepts_the_procd_script() -> None:
     command = [need("shellcheck"), "--shell=dash", str(CHECKOUT / "waker.init")]
     assert subprocess.check_output(command) == b""
@@ -156,8 +218,10 @@ do
     eval "$name() {{ echo $name \\"\\$@\\"; }}"
 done
 . {CHECKOUT}/waker.init
+echo "$USE_PROCD $START $env_file"
 env_file=./waker.env
 """
+SET = "1 95 /etc/waker/waker.env\n"
 KNOWN = "user_exists waker\n"
 NEW = "user_add waker  group_add_next waker\n"
 INSTANCE = """\
@@ -193,10 +257,10 @@ def test_procd_runs_waker_as_its_own_user_or_not_at_all(
     system: str, asked: str, status: int, tmp_path: Path
 ) -> None:
     tmp_path.joinpath("waker.env").touch()
-    script = f'{RC_COMMON}{system}\necho "$USE_PROCD $START"\nstart_service'
+    script = f"{RC_COMMON}{system}\nstart_service"
     command = [need("busybox"), "sh", "-c", script]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
-    assert (ended.returncode, ended.stdout.decode()) == (status, f"1 95\n{asked}")
+    assert (ended.returncode, ended.stdout.decode()) == (status, f"{SET}{asked}")
 
 
 def test_the_demo_shows_its_secrets_and_enter_switches_its_server_off() -> None:

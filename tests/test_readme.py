@@ -47,6 +47,7 @@ def test_the_table_and_the_example_show_every_default(tmp_path: Path) -> None:
         waker.read_config(waker.read_env_file(example), tmp_path)
     required = re.findall("(?m)^WAKER_[A-Z_]+", str(faults.value))
     assert required == ["WAKER_HOMELAB_HOST", "WAKER_HOMELAB_MAC", "WAKER_PIN"]
+    assert sorted(waker.read_env_file(example)) == required  # the rest is commented out
 
 
 def test_the_quick_start_settings_are_valid(lab: Homelab) -> None:
