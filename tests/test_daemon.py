@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -256,6 +257,25 @@ def test_sigterm_lets_a_running_unlock_finish(tmp_path: Path) -> None:
             assert started.process.wait(60) == 0
     assert answer.result().json["message"] == "Unlocked: d."
     assert not Path(f"/proc/{child}").exists()
+
+
+def test_sigterm_lets_an_unlock_finish_whose_client_has_gone(tmp_path: Path) -> None:
+    """A phone that loses its network while it waits resets the connection."""
+    body = json.dumps({"passphrase": PASSPHRASE}).encode()
+    with paramiko_server(tmp_path, Disks(ONE, slow=2)) as initrd:
+        with daemon(initrd.machine().settings() | MAC) as started:
+            client = started.client.log_in()
+            head = "POST /api/unlock HTTP/1.1\r\nHost: x\r\n"
+            head += f"Authorization: Bearer {client.token}\r\n"
+            head += "Content-Type: application/json\r\n"
+            head += f"Content-Length: {len(body)}\r\n\r\n"
+            with socket.create_connection((client.host, client.port)) as tcp:
+                tcp.sendall(head.encode() + body)
+                wait_for(initrd.received)
+                linger = struct.pack("ii", 1, 0)  # so that closing it resets it
+                tcp.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            assert started.stop() == 0
+    assert started.log[-2:] == ["stopping", "ip=127.0.0.1 Unlocked: d."]
 
 
 def test_a_second_signal_ends_the_daemon_at_once(tmp_path: Path) -> None:

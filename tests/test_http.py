@@ -1,5 +1,7 @@
 """HTTP from hostile clients: one JSON error each, and everybody else is served."""
 
+import ctypes
+import errno
 import json
 import os
 import re
@@ -10,6 +12,7 @@ import socket
 import ssl
 import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -21,6 +24,7 @@ from typing import Any
 import pytest
 from certificate import Certificate, new_certificate
 from conftest import (
+    CHECKOUT,
     MACHINE,
     PIN,
     Client,
@@ -145,7 +149,7 @@ ODD = {
     + SMUGGLED,
     "100 fields": GET + (b"X: " + b"y" * 158 + b"\r\n") * 99 + b"\r\n",
     "HTTP 1.0": b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n",
-    "query": b"GET /?a=/b?c HTTP/1.1\r\nHost: [::1]:8080\r\n\r\n",
+    "query": b"GET /?a=/b?c%20d HTTP/1.1\r\nHost: [::1]:8080\r\n\r\n",
     # A client that waits for "100 Continue" sends its body after a while without it.
     "expectation": POST
     + JSON
@@ -253,6 +257,67 @@ def test_a_client_that_keeps_sending_is_answered_and_cut_off_after_two_seconds(
                 time.sleep(0.05)  # it drips
     assert time.monotonic() - began > 2
     assert time.monotonic() - answered < 5
+
+
+def test_the_connection_ends_with_the_answer(server: Client) -> None:
+    """Or a client that reads until its end would wait 2 s longer."""
+
+    def take_time() -> float:
+        began = time.monotonic()
+        assert server.raw(GET + b"\r\n")[0] == 200
+        return time.monotonic() - began
+
+    wait_for(take_time, lambda seconds: seconds < 1.5, seconds=20)
+
+
+# Reads requests as lines of hex digits, and prints the seconds that each one costs.
+PARSER = """
+import contextlib, sys, time, waker
+proxies = waker.parse_networks("127.0.0.1")
+for line in sys.stdin:
+    data, began = bytes.fromhex(line), time.process_time()
+    with contextlib.suppress(waker.Fault):
+        waker.text_member(waker.read_request(data, bytes, "127.0.0.1", proxies), "pin")
+    print(time.process_time() - began)
+"""
+
+
+def login(body: bytes) -> bytes:
+    return POST + JSON + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+def test_no_request_costs_more_time_than_its_length() -> None:
+    """Or one of 16 KiB could stop the daemon: no other thread runs meanwhile."""
+    many, end = 16000, b"\r\n\r\n"
+    requests = [
+        b"x" * many + end,
+        b"GET /" + b"x" * many + b"#" + end,
+        b"GET /" + b"%41" * (many // 3) + b"#" + end,
+        b"GET /?" + b"x" * many + b"#" + end,
+        GET + b"X" * many + end,
+        GET + b"X: " + b" " * many + b"\0" + end,
+        GET + b"X: " + b"x " * (many // 2) + b"\0" + end,
+        GET[:16] + b"Host: " + b"x" * many + b"@" + end,
+        GET + b"Content-Length: " + b"5" * many + b"x" + end,
+        GET + b"X-Forwarded-For: " + b"," * many + end,
+        GET + b"Authorization: " + b" " * many + b"x" + end,
+        POST + b"Content-Type: application/json" + b" " * many + b"x" + end,
+        login(b'{"pin":' + b" " * many),
+        login(b'{"pin":"' + b"x" * many),
+        login(b'{"pin":"' + b"\\\\" * (many // 2)),
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-c", PARSER],
+        cwd=CHECKOUT,
+        input="".join(f"{request.hex()}\n" for request in requests),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,  # seconds; an exponential pattern would take years
+        check=True,
+    )
+    costs = [float(cost) for cost in ended.stdout.split()]
+    assert len(costs) == len(requests)
+    assert max(costs) < 0.1  # seconds of CPU; most take 0.001
 
 
 # ---- Many clients, and slow ones -----------------------------------------------------
@@ -396,6 +461,68 @@ def test_a_request_that_arrives_at_the_last_moment_is_not_dropped(
         assert states == [waker.State.READING, waker.State.DROPPED]
 
 
+@pytest.mark.parametrize("state", [waker.State.READING, waker.State.WRITING])
+def test_one_connection_makes_room_for_one_as_soon_as_it_waits(
+    config: waker.Config, crowd: Crowd, state: waker.State
+) -> None:
+    """Until then, all 64 are being answered, and nobody else comes in."""
+    listener = crowd.enter_context(waker.listen(("127.0.0.1", 0)))
+    server = waker.Server(new_app(config), listener)
+    for _ in range(64):
+        ours, _theirs = map(crowd.enter_context, socket.socketpair())
+        server.connections[ours] = waker.Connection(server, ours, "192.0.2.1")
+    last, newcomer = map(crowd.enter_context, socket.socketpair())
+    (tcp, first), (_, second), *_ = server.connections.items()
+
+    def is_full() -> bool:  # the newcomer waits for a place
+        return bool(vars(server.lock)["_waiters"])
+
+    with ThreadPoolExecutor() as pool:
+        letting_in = pool.submit(server.process_request, last, ("192.0.2.2", 1))
+        try:
+            wait_for(is_full)
+            first.mark(state)
+            wait_for(lambda: first.state is waker.State.DROPPED, seconds=20)
+            second.mark(state)  # wakes it, without a reason
+            wait_for(is_full)
+            assert not letting_in.done()
+            server.shutdown_request(tcp)  # as the thread of `first` would
+            letting_in.result(20)
+            assert second.state is state
+            newcomer.close()
+            wait_for(lambda: last not in server.connections)
+        finally:
+            if not letting_in.done():  # nothing woke it
+                with server.lock:
+                    server.connections.clear()
+                    server.lock.notify()
+
+
+def test_a_dropped_connection_no_longer_waits_for_its_reader(
+    config: waker.Config,
+) -> None:
+    listener = waker.listen(("127.0.0.1", 0))
+    ours, theirs = socket.socketpair()
+    with listener, ours, theirs, ThreadPoolExecutor() as pool:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+        server = waker.Server(new_app(config), listener)
+        connection = waker.Connection(server, ours, "192.0.2.1")
+        sending = pool.submit(connection.send_all, bytes(99999))
+        wait_for(lambda: connection.state is waker.State.WRITING)
+        with server.lock:
+            connection.drop()
+        with pytest.raises(ConnectionError):  # and no TimeoutError after 10 s
+            sending.result(20)
+
+
+def test_a_thousand_clients_can_wait_to_be_let_in() -> None:
+    """Linux limits their number as well."""
+    with waker.listen(("127.0.0.1", 0)) as tcp:
+        info = tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
+    (limit,) = struct.unpack_from("I", info, 28)  # tcpi_sacked, if it listens
+    assert limit >= min(1024, int(Path("/proc/sys/net/core/somaxconn").read_text()))
+
+
 def test_150_connections_use_64_threads_and_wait_for_descriptors() -> None:
     with daemon(MACHINE) as started:
         client, idle, pid = started.client, started.uses(), started.process.pid
@@ -535,12 +662,17 @@ def test_an_answer_that_is_being_written_is_completed(config: waker.Config) -> N
     assert f"Content-Length: {len(body)}".encode() in head
 
 
-def test_without_a_thread_it_hangs_up_and_goes_on(api: Client) -> None:
+def test_without_a_thread_it_hangs_up_and_goes_on(
+    api: Client, capfd: pytest.CaptureFixture[str]
+) -> None:
     with no_threads():
         for _ in range(65):  # one more than may be open at a time
             with pytest.raises(ConnectionError):
                 api.call("GET", "/")
     assert api.call("GET", "/").status == 200
+    logged = capfd.readouterr().err.splitlines()
+    assert len(logged) == 65
+    assert all(re.match("bug: (RuntimeError|MemoryError), ", line) for line in logged)
 
 
 # ---- A difficult system -------------------------------------------------------------
@@ -576,6 +708,38 @@ def test_it_starts_when_no_name_can_be_resolved(tmp_path: Path) -> None:
     began = time.monotonic()
     with daemon(MACHINE | {"WAKER_LISTEN": "0.0.0.0:0"}, *command):
         assert time.monotonic() - began < 5  # a look-up takes as long, or longer
+
+
+def forbid_ipv6() -> None:
+    """Let this thread open no IPv6 socket. Source: linux/seccomp.h, linux/filter.h."""
+    number = {"x86_64": 41, "aarch64": 198}[os.uname().machine]  # of `socket`
+    load, compare, answer = 0x20, 0x15, 0x06
+    instructions = [
+        (load, 0, 0, 0),  # the number of the system call
+        (compare, 0, 3, number),  # another one: skip three
+        (load, 0, 0, 16),  # its first argument
+        (compare, 0, 1, socket.AF_INET6),
+        (answer, 0, 0, 0x00050000 | errno.EAFNOSUPPORT),
+        (answer, 0, 0, 0x7FFF0000),  # go on
+    ]
+    code = b"".join(struct.pack("HBBI", *each) for each in instructions)
+    kept = ctypes.create_string_buffer(code)
+    program = struct.pack("HP", len(instructions), ctypes.addressof(kept))
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+    assert libc.prctl(22, 2, program, 0, 0) == 0  # PR_SET_SECCOMP, with a filter
+
+
+@pytest.mark.skipif(
+    os.uname().machine not in {"x86_64", "aarch64"}, reason="no number for `socket`"
+)
+def test_the_default_address_works_on_a_box_without_ipv6() -> None:
+    """As with the kernel's option ipv6.disable=1."""
+    with ThreadPoolExecutor(1, initializer=forbid_ipv6) as without:
+        with pytest.raises(OSError, match="Address family not supported"):
+            without.submit(socket.socket, socket.AF_INET6).result()
+        with without.submit(waker.listen, ("::", 0)).result() as tcp:
+            assert tcp.getsockname()[0] == "0.0.0.0"
 
 
 # ---- Behind a proxy ------------------------------------------------------------------
@@ -676,6 +840,23 @@ def test_half_a_handshake_keeps_nobody_waiting(certificate: Certificate) -> None
                 assert status_of(tls) == 200
         wait_for(lambda: started.uses() == idle)
         assert started.busy(1) < 0.05
+
+
+def test_over_tls_an_answer_may_be_taken_slowly(
+    config: waker.Config, certificate: Certificate
+) -> None:
+    """The page is longer than what the system keeps for a reader."""
+    config = config._replace(tls_cert=certificate.cert, tls_key=certificate.key)
+    app = waker.App(config, new_app(config).unlocker, waker.make_tls(config))
+    context = ssl.create_default_context(cafile=str(certificate.cert))
+    small = socket.SOL_SOCKET, socket.SO_SNDBUF, 2048
+    with serving(app, options=[small]) as client, socket.socket() as tcp:
+        tcp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        tcp.settimeout(20)
+        tcp.connect((client.host, client.port))
+        with context.wrap_socket(tcp, server_hostname=client.host) as tls:
+            tls.sendall(GET + b"\r\n")
+            assert status_of(tls) == 200
 
 
 def test_connections_that_are_reset_keep_nobody_waiting(
