@@ -1914,6 +1914,13 @@ BREAKS = (
         "        super().handle_error(request, client_address)  # type: ignore[arg-type]\n",
         HTTP + "without_a_thread",
     ),
+    Break(
+        9,
+        "who sends more while its answer waits for it can make room",
+        "reading = [tcp for tcp, state in states.items() if state is State.READING]",
+        "reading = [*waiting]",
+        HTTP + "makes_room_for_one",
+    ),
     # ---- The service -----------------------------------------------------------------
     Break(
         2,
@@ -1993,6 +2000,21 @@ BREAKS = (
         "WAKER_TRUSTED_PROXY=127.0.0.1",
         "test_readme.py -k every_default",
         "waker.env.example",
+    ),
+    Break(
+        4,
+        "`make install` installs the systemd service, if it is not told otherwise",
+        "$(if $(wildcard /etc/rc.common),procd,systemd)",
+        "$(if $(wildcard /etc/rc.common),systemd,procd)",
+        INSTALL + "in_its_place",
+        "Makefile",
+    ),
+    Break(
+        7,
+        "the program runs with the Python that has Debian's paramiko",
+        "#!/usr/bin/python3",
+        "#!/usr/bin/env python3",
+        INSTALL + "one_file",
     ),
     # ---- The page -------------------------------------------------------------------
     Break(

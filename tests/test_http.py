@@ -469,8 +469,10 @@ def test_one_connection_makes_room_for_one_as_soon_as_it_waits(
     listener = crowd.enter_context(waker.listen(("127.0.0.1", 0)))
     server = waker.Server(new_app(config), listener)
     for _ in range(64):
-        ours, _theirs = map(crowd.enter_context, socket.socketpair())
+        ours, theirs = map(crowd.enter_context, socket.socketpair())
         server.connections[ours] = waker.Connection(server, ours, "192.0.2.1")
+        if state is waker.State.WRITING:
+            theirs.sendall(b"what nobody will read")
     last, newcomer = map(crowd.enter_context, socket.socketpair())
     (tcp, first), (_, second), *_ = server.connections.items()
 
