@@ -1921,6 +1921,27 @@ BREAKS = (
         "reading = [*waiting]",
         HTTP + "makes_room_for_one",
     ),
+    Break(
+        9,
+        "a newcomer waits while all 64 are being answered",
+        "for each in waiting.values()), default=0)",
+        "for each in waiting.values()))",
+        HTTP + "makes_room_for_one",
+    ),
+    Break(
+        9,
+        "a newcomer waits until a place is really free",
+        "            while len(self.connections) >= MAX_CONNECTIONS:\n",
+        "            if len(self.connections) >= MAX_CONNECTIONS:\n",
+        HTTP + "makes_room_for_one",
+    ),
+    Break(
+        10,
+        "no wake-up while idle",
+        "server.serve_forever, args=(None,)",
+        "server.serve_forever",
+        DAEMON + "does_not_wake_up",
+    ),
     # ---- The service -----------------------------------------------------------------
     Break(
         2,
@@ -2015,6 +2036,14 @@ BREAKS = (
         "#!/usr/bin/python3",
         "#!/usr/bin/env python3",
         INSTALL + "one_file",
+    ),
+    Break(
+        4,
+        "`make install` fails if it can make no key",
+        'ssh-keygen -q -t ed25519 -N "" -C waker -f "$(KEY)" || exit; \\\n',
+        'ssh-keygen -q -t ed25519 -N "" -C waker -f "$(KEY)"; \\\n',
+        INSTALL + "made_once",
+        "Makefile",
     ),
     # ---- The page -------------------------------------------------------------------
     Break(

@@ -171,6 +171,25 @@ def test_no_connection_replaces_a_closed_standard_error() -> None:
             process.kill()
 
 
+def test_an_idle_daemon_does_not_wake_up() -> None:
+    with daemon(MACHINE) as started:
+        idle = started.uses()
+        started.client.log_in().status()
+        wait_for(lambda: started.uses() == idle)  # its threads have ended
+        tasks = Path(f"/proc/{started.process.pid}/task")
+
+        def count_switches() -> int:
+            shown = "".join(path.read_text() for path in tasks.glob("*/status"))
+            return sum(map(int, re.findall(r"ctxt_switches:\t(\d+)", shown)))
+
+        def sleeps() -> bool:
+            before = count_switches()
+            time.sleep(1.2)  # more than any usual interval
+            return count_switches() == before
+
+        wait_for(sleeps, seconds=20)
+
+
 # ---- The child that unlocks ----------------------------------------------------------
 
 

@@ -112,15 +112,18 @@ def test_the_key_is_made_once_and_shown_with_the_next_step(tmp_path: Path) -> No
         mount -t tmpfs none {etc}; mkdir {etc}/upper {etc}/work
         mount -t overlay none /etc -o {layers}; rm -rf /etc/waker
         mount -t tmpfs none /usr/local
+        ln -s /bin/false /usr/local/ssh-keygen
+        if PATH=/usr/local:$PATH make --silent -C {tmp_path} install; then exit 9; fi
+        echo ---
         {install}
         ssh-keygen -y -P '' -f /etc/waker/ssh_key; stat -c %a /etc/waker/ssh_key
         echo ---
         {install}
         waker --version | grep -q waker; ssh-keygen -y -P '' -f /etc/waker/ssh_key"""
     enter = [need("unshare"), "--mount", "sh", "-ec", script]
-    printed, made, again, same = subprocess.check_output(enter, text=True).split(
-        "---\n"
-    )
+    parts = subprocess.check_output(enter, text=True).split("---\n")
+    failed, printed, made, again, same = parts
+    assert failed == ""
     key, mode = made.splitlines()
     assert mode == "600"
     assert f"\n    {key}\n" in printed
