@@ -1942,6 +1942,20 @@ BREAKS = (
         "server.serve_forever",
         DAEMON + "does_not_wake_up",
     ),
+    Break(
+        9,
+        "the page may be opened by a name with a dash",
+        'rb"(?:[\\w.~-]{1,255}|',
+        'rb"(?:[\\w.~]{1,255}|',
+        HTTP + "odd_request",
+    ),
+    Break(
+        9,
+        "a bookmark may have an encoded query",
+        'QUERY: Final = rb"\\?(?:[\\w.~!$&\'()*+,;=:@/?-]|%[0-9A-Fa-f]{2})*"',
+        'QUERY: Final = rb"\\?[\\w.~!$&\'()*+,;=:@/?-]*"',
+        HTTP + "odd_request",
+    ),
     # ---- The service -----------------------------------------------------------------
     Break(
         2,

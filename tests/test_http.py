@@ -150,6 +150,7 @@ ODD = {
     "100 fields": GET + (b"X: " + b"y" * 158 + b"\r\n") * 99 + b"\r\n",
     "HTTP 1.0": b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n",
     "query": b"GET /?a=/b?c%20d HTTP/1.1\r\nHost: [::1]:8080\r\n\r\n",
+    "host name": b"GET / HTTP/1.1\r\nHost: my-box_2.fritz.box:65535\r\n\r\n",
     # A client that waits for "100 Continue" sends its body after a while without it.
     "expectation": POST
     + JSON
