@@ -1,6 +1,7 @@
 """`waker check`: a table that says what does not work, and why."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -78,6 +79,13 @@ def test_a_broken_paramiko_is_wrong(tmp_path: Path, module: str, reason: str) ->
     wrong = {name: seen for name, seen in table.items() if seen.startswith("WRONG")}
     assert wrong == {"paramiko": f"WRONG {waker.NO_PARAMIKO} ({reason})"}
     assert status == 1
+    key = str(tmp_path / "ssh_key")
+    new_key().write_private_key_file(key)
+    settings = {"WAKER_SSH_KEY": key, "WAKER_SSH_HOST_KEY": public_line(new_key())}
+    settings["PYTHONPATH"] = str(tmp_path)
+    ended = run_waker("unlock", settings=BASE | settings, given="x")
+    message = f"{waker.NO_PARAMIKO}. The passphrase was not sent."
+    assert json.loads(ended.stdout)["message"] == message
 
 
 def test_one_thing_that_is_wrong_is_enough_to_fail(

@@ -231,15 +231,78 @@ def test_a_box_that_stalls_loses_no_passphrase(
     ids=["nothing", "word", "only sent", "sent and word", "incomplete"],
 )
 def test_only_a_complete_result_is_believed(
-    config: waker.Config, tmp_path: Path, printed: str, outcome: str
+    config: waker.Config,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    printed: str,
+    outcome: str,
 ) -> None:
     program = tmp_path / "child.py"
-    program.write_text(f"print({printed!r})\n")
+    program.write_text(f"import sys\nprint({printed!r})\nsys.exit('why')\n")
     unlocker = waker.Unlocker(config, program, os.environ)
     events = threading.Event(), threading.Event()
     result = unlocker.run(waker.Passphrase(PASSPHRASE), *events)
     assert (result.outcome, result.sent) == (outcome, "sent" in printed)
-    assert "ended with status 0; see waker's log" in result.message
+    assert "ended with status 1; see waker's log" in result.message
+    assert capfd.readouterr().err == "why\n"  # the log
+
+
+def test_a_child_that_ends_without_reading_is_believed(
+    config: waker.Config, tmp_path: Path
+) -> None:
+    """The passphrase breaks its pipe, and its output still says why it ended."""
+    closed = tmp_path / "closed"
+    program = tmp_path / "child.py"
+    program.write_text(
+        "import json, os, pathlib\n"
+        "os.close(0)\n"
+        f"pathlib.Path({str(closed)!r}).touch()\n"
+        "print(json.dumps({'outcome': 'error', 'sent': False, 'message': 'why'}))\n"
+    )
+
+    class Waits(threading.Event):
+        def is_set(self) -> bool:
+            wait_for(closed.exists)
+            return super().is_set()
+
+    unlocker = waker.Unlocker(config, program, os.environ)
+    result = unlocker.run(waker.Passphrase(PASSPHRASE), Waits(), threading.Event())
+    assert result == waker.Result("error", sent=False, message="why")
+
+
+def test_a_child_that_reports_before_it_is_killed_is_believed(
+    config: waker.Config, tmp_path: Path
+) -> None:
+    """The cancel and the report that the passphrase was sent may cross."""
+    program = tmp_path / "child.py"
+    program.write_text(
+        "import pathlib, sys, time\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "sys.stdin.read()\n"
+        "(folder / 'given').touch()\n"
+        "while not (folder / 'cancelled').exists():\n"
+        "    time.sleep(0.01)\n"
+        "print('{\"sent\": true}', flush=True)\n"
+        "(folder / 'reported').touch()\n"
+        "time.sleep(60)\n"
+    )
+
+    class Crosses(threading.Event):
+        def is_set(self) -> bool:
+            if super().is_set():
+                (tmp_path / "cancelled").touch()
+                wait_for((tmp_path / "reported").exists)
+            return super().is_set()
+
+    cancelled, sent = Crosses(), threading.Event()
+    unlocker = waker.Unlocker(config, program, os.environ)
+    with ThreadPoolExecutor() as pool:
+        given = waker.Passphrase(PASSPHRASE)
+        unlocking = pool.submit(unlocker.run, given, cancelled, sent)
+        wait_for((tmp_path / "given").exists)
+        cancelled.set()
+        message = f"{NOT_CONFIRMED}{ENDED}."
+        assert unlocking.result() == waker.Result("not_confirmed", True, message)
 
 
 def test_a_cancelled_unlock_is_given_no_passphrase(

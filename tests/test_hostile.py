@@ -59,7 +59,8 @@ class Liar(paramiko.ServerInterface):
     """
 
     runs: Runs = ()
-    bursts_at: str = ""  # when it sends a big packet: `keys`, `login`, or `channel`
+    # When it sends a big packet: `keys`, `login`, `channel`, or `next channel`.
+    bursts_at: str = ""
     window: int | None = None  # bytes that a client may send
     received: list[bytes] = field(default_factory=list)  # one item per answer
     _number: int = -1
@@ -87,7 +88,7 @@ class Liar(paramiko.ServerInterface):
         return AUTH_SUCCESSFUL
 
     def check_channel_request(self, kind: str, chanid: int) -> int:
-        self._burst("channel")
+        self._burst("channel" if self._number < 0 else "next channel")
         return OPEN_SUCCEEDED
 
     def check_channel_exec_request(
@@ -505,6 +506,30 @@ def test_running_out_of_memory_is_not_reported_as_a_refusal(
     liar = Liar([(stay,)], bursts_at=moment)
     with api_for(tmp_path, liar.serve) as client:
         assert re.fullmatch(NO_MEMORY, client.unlock().error)
+
+
+@pytest.mark.parametrize(
+    ("asking", "status", "pattern"),
+    [
+        ("root", 200, r"Unlocked: root\."),
+        (
+            *("root, home", 500),
+            f"{DOUBT}waker ran out of memory before .*; unlocked: root{WATCH}",
+        ),
+    ],
+    ids=["no doubt", "doubt"],
+)
+def test_running_out_of_memory_later_unsays_no_success(
+    tmp_path: Path, asking: str, status: int, pattern: str
+) -> None:
+    """A disk that asked and was not reported as open stays in doubt."""
+    run = says(f"asks {asking}"), reads, says("opened root")
+    liar = Liar([run], bursts_at="next channel")
+    with api_for(tmp_path, liar.serve, "systemd") as client:
+        answer = client.unlock()
+        assert answer.status == status, answer.body
+        message = str(answer.json.get("error") or answer.json["message"])
+        assert re.fullmatch(pattern, message), message
 
 
 def make_room(channel: Any) -> None:
