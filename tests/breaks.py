@@ -1317,6 +1317,41 @@ BREAKS = (
         "$(systemctl is-active 'systemd-cryptsetup@*.service')",
         DIALECTS + "each_outcome",
     ),
+    Break(
+        7,
+        "an unlock command that cannot be executed is as good as none",
+        "{0: self._dialect.silence, 126: missing, 127: missing}",
+        "{0: self._dialect.silence, 127: missing}",
+        UNLOCK + "nothing_is_sent",
+    ),
+    Break(
+        7,
+        "outcome not_asked: too much text",
+        'TOO_MUCH = "not_asked"',
+        'TOO_MUCH = "error"',
+        HOSTILE + "without_a_prompt",
+    ),
+    Break(
+        7,
+        "an end of input is no empty passphrase for systemd",
+        "IFS= read -r passphrase || exit 1\n",
+        "IFS= read -r passphrase\n",
+        DIALECTS + "end_of_input",
+    ),
+    Break(
+        7,
+        "with systemd too, a disk has seconds to ask",
+        "[ $((count += 1)) -gt 20 ]",
+        "[ $((count += 1)) -gt 3 ]",
+        DIALECTS + "early",
+    ),
+    Break(
+        7,
+        "the unlocking process knows the system's port",
+        '            "WAKER_SYSTEM_SSH_PORT": str(self.system_port),\n',
+        "",
+        DAEMON + "settings_of_the_machine",
+    ),
     # ---- 8. Start --------------------------------------------------------------------
     Break(
         8,

@@ -244,7 +244,25 @@ def test_only_a_complete_result_is_believed(
     result = unlocker.run(waker.Passphrase(PASSPHRASE), *events)
     assert (result.outcome, result.sent) == (outcome, "sent" in printed)
     assert "ended with status 1; see waker's log" in result.message
-    assert capfd.readouterr().err == "why\n"  # the log
+    assert "why\n" in capfd.readouterr().err  # the log
+
+
+def test_the_child_gets_all_settings_of_the_machine(tmp_path: Path) -> None:
+    """Without its own port 2222, the system would have the initrd's, and be refused."""
+    key = tmp_path / "key"
+    new_key().write_private_key_file(str(key))
+    lines = ",".join(public_line(new_key()) for _ in range(2))
+    machine = waker.Machine(
+        host="192.0.2.1",
+        dialect=waker.parse_dialect("systemd"),
+        initrd_port=22,
+        system_port=2222,
+        user="admin",
+        key=key,
+        host_keys=waker.HostKey.parse_all(lines),
+    )
+    values = waker.parse_settings(len(machine), machine.settings(), Path())
+    assert waker.Machine(*values) == machine
 
 
 def test_a_child_that_ends_without_reading_is_believed(

@@ -126,7 +126,7 @@ def systemd(
         # An external printf would show the passphrase to every process.
         (ROOT, {"setup": NO_PRINTF}, {"x": MISSING}, []),
         (ROOT, {"setup": ONE_FAILED}, {"1": f"{WRONG}root. "}, ["root 1"]),
-        (ROOT, {"setup": "sleep 2"}, {"x": f"{UNLOCKED}root."}, ["root x"]),
+        (ROOT, {"setup": "sleep 5"}, {"x": f"{UNLOCKED}root."}, ["root x"]),
         (ROOT, {"setup": PIN}, {"x": FOREIGN}, []),
         # An initrd that hands over to the system, or says nothing, confirms nothing.
         (ROOT, {"setup": "touch FOLDER/over"}, {"x": UNCONFIRMED}, ["root x"]),
@@ -196,6 +196,20 @@ def test_a_disk_that_was_opened_at_the_console_is_not_called_unlocked(
         passphrase = waker.Passphrase("x")
         result = waker.unlock(machine, passphrase, deadline, answer_at_the_console)
         assert f"{result.outcome}: {result.message}".startswith(UNCONFIRMED)
+
+
+def test_an_end_of_input_is_not_an_answer(tmp_path: Path) -> None:
+    """To systemd it would be an empty passphrase, and use up a try."""
+    with systemd(tmp_path, ROOT) as machine:
+        with contextlib.closing(waker.open_transport(machine)) as transport:
+            waker.exchange_keys(transport, machine)
+            waker.log_in(transport, machine)
+            command = waker.Command(transport, SYSTEMD)
+            until = time.monotonic() + 60
+            assert command.next_event(until) == (waker.Outcome.ASKS, ["root"])
+            command._channel.shutdown_write()  # noqa: SLF001
+            assert command.next_event(until) == (waker.Outcome.ENDED, [])
+        assert (tmp_path / "tried").read_text() == ""
 
 
 def test_no_more_disks_are_answered_once_waker_is_killed(tmp_path: Path) -> None:

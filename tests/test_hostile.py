@@ -31,7 +31,7 @@ from conftest import (
 )
 from homelab import DROPBEAR
 from paramiko.common import AUTH_SUCCESSFUL, OPEN_SUCCEEDED
-from ssh_servers import HOST_KEY, Serve, free_port, machine_at, tcp_server
+from ssh_servers import HOST_KEY, Serve, free_port, machine_at, tcp_server, unlock
 
 import waker
 
@@ -497,6 +497,15 @@ def test_too_much_output_ends_the_connection(
         assert time.monotonic() - began < 30
         assert len(liar.received) == run.count(reads)
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_too_much_output_without_a_prompt_means_that_no_disk_asked(
+    tmp_path: Path,
+) -> None:
+    liar = Liar([(FLOOD * 20_000, stay)])
+    with tcp_server(liar.serve) as port:
+        message = unlock(machine_at(tmp_path, port))
+    assert message.startswith("not_asked: the unlock command wrote too much text")
 
 
 @pytest.mark.parametrize("moment", ["keys", "login", "channel"])
