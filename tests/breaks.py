@@ -1352,6 +1352,13 @@ BREAKS = (
         "",
         DAEMON + "settings_of_the_machine",
     ),
+    Break(
+        7,
+        "the script for systemd needs no bash",
+        '    [ "$again" ] && finish rejected',
+        "    [[ $again ]] && finish rejected",
+        DIALECTS + "no_bash",
+    ),
     # ---- 8. Start --------------------------------------------------------------------
     Break(
         8,

@@ -179,6 +179,18 @@ def test_the_unlock_script_of_version_2_1_still_works(
             assert re.match(pattern, message), (passphrase, message)
 
 
+@pytest.mark.parametrize("shell", ["dash", "busybox sh"])
+def test_the_unlock_script_needs_no_bash(tmp_path: Path, shell: str) -> None:
+    """By the docs, an initrd's `sh` runs it. Here, root's shell may be bash."""
+    need(shell.removesuffix(" sh"))
+    script = tmp_path / "unlock"
+    script.write_text(waker.SYSTEMD_COMMAND)
+    forced = f"-o ForceCommand='{shell} {script}'"
+    with systemd(tmp_path, {"root": ODD_PASSPHRASE}, ssh=forced) as machine:
+        assert unlock(machine, "wrong").startswith(f"{WRONG}root. ")
+        assert unlock(machine, ODD_PASSPHRASE) == f"{UNLOCKED}root."
+
+
 def test_a_disk_that_was_opened_at_the_console_is_not_called_unlocked(
     tmp_path: Path,
 ) -> None:
