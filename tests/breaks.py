@@ -1228,20 +1228,6 @@ BREAKS = (
     ),
     Break(
         7,
-        "nothing weak is offered: key exchanges of an older paramiko",
-        '[name for name in options.kex if "sha1" not in name]',
-        "[*options.kex]",
-        UNLOCK + "weak",
-    ),
-    Break(
-        7,
-        "nothing weak is offered: host key types of an older paramiko",
-        '[name for name in options.key_types if name not in ("ssh-rsa", "ssh-dss")]',
-        "[*options.key_types]",
-        UNLOCK + "weak",
-    ),
-    Break(
-        7,
         "a login has 10 s",
         "    transport.auth_timeout = HANDSHAKE_SECONDS\n",
         "",

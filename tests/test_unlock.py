@@ -371,16 +371,8 @@ def test_the_pinned_host_key_type_is_requested(
 
 
 @pytest.mark.parametrize("kind", ["kex", "key_types", "ciphers", "digests"])
-def test_no_weak_algorithm_is_offered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """Debian's paramiko would offer three that newer ones no longer have."""
-    for name, old in (
-        ("_preferred_kex", ("diffie-hellman-group14-sha1",)),
-        ("_preferred_keys", ("ssh-rsa", "ssh-dss")),
-    ):
-        names = (*getattr(paramiko.Transport, name), *old)
-        monkeypatch.setattr(paramiko.Transport, name, names)
+def test_no_weak_algorithm_is_offered(tmp_path: Path, kind: str) -> None:
+    """`make test-paramiko` sees this with an older one, which would offer more."""
     with tcp_server(sends(b"SSH-2.0-x\r\n")) as port:
         transport = waker.open_transport(machine_at(tmp_path, port))
     with contextlib.closing(transport):
