@@ -767,6 +767,27 @@ BREAKS = (
         "isinstance(error, TimeoutError)",
         WATCH + "within_a_second",
     ),
+    Break(
+        6,
+        "a shared port that is silent means `off`",
+        "            return PortStates(state, state)\n",
+        "            return PortStates(PortState.CLOSED, PortState.CLOSED)\n",
+        WATCH + "within_a_second",
+    ),
+    Break(
+        6,
+        "a banner may come in parts",
+        '        while banner and b"\\n" not in received and len(received) < 255:\n',
+        '        if banner and b"\\n" not in received and len(received) < 255:\n',
+        WATCH + "in_parts",
+    ),
+    Break(
+        6,
+        "a port that hangs up does not hold up a check",
+        'tcp.recv(255) or b"\\n"',
+        "tcp.recv(255)",
+        WATCH + "hangs_up",
+    ),
     # ---- 7. Unlocking ----------------------------------------------------------------
     Break(
         7,
@@ -1895,6 +1916,27 @@ BREAKS = (
     ),
     Break(
         9,
+        "the page sends no form elsewhere",
+        " form-action 'none';",
+        "",
+        API + "own_code",
+    ),
+    Break(
+        9,
+        "the page's script talks to waker only",
+        "connect-src 'self'",
+        "connect-src *",
+        API + "own_code",
+    ),
+    Break(
+        9,
+        "the page loads no foreign image",
+        "img-src 'self' data:;",
+        "img-src *;",
+        API + "own_code",
+    ),
+    Break(
+        9,
         "bare LF is refused",
         'if not re.match(TCHAR, data) or data.count(b"\\n") != data.count(b"\\r\\n"):',
         "if not re.match(TCHAR, data):",
@@ -1975,6 +2017,13 @@ BREAKS = (
         "a bug is told without its text",
         '        log(describe_bug(error))\n        fault = Fault(500, "Internal error; see waker\'s log")',
         "        fault = Fault(500, str(error))",
+        API + "a_bug",
+    ),
+    Break(
+        9,
+        "a bug is logged with its place",
+        "        log(describe_bug(error))\n        fault = Fault(500",
+        "        fault = Fault(500",
         API + "a_bug",
     ),
     Break(

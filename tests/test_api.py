@@ -304,6 +304,9 @@ def test_the_page_needs_no_token_and_allows_only_its_own_code(api: Client) -> No
         assert f" {tag.decode()}-src {allowed};" in policy
     for part in (
         "default-src 'none'",
+        "connect-src 'self';",
+        "img-src 'self' data:;",
+        "form-action 'none'",
         "frame-ancestors 'none'",
         "base-uri 'none'",
         "require-trusted-types-for 'script'",
@@ -346,10 +349,13 @@ def test_every_answer_has_the_security_headers(
     assert abs(date.timestamp() - time.time()) < 60
 
 
-def test_a_bug_is_reported_without_details(config: waker.Config) -> None:
+def test_a_bug_is_reported_without_details(
+    config: waker.Config, capfd: pytest.CaptureFixture[str]
+) -> None:
     broken = config._replace(name=cast("str", b"a bug, on purpose"))  # no JSON
     with running(broken) as client:
         answer = client.log_in().call("GET", "/api/status")
         assert answer.status == 500
         assert answer.error == "Internal error; see waker's log"
+        assert "bug: TypeError, encoder.py:" in capfd.readouterr().err
         assert client.call("GET", "/").status == 200
