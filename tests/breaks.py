@@ -666,6 +666,34 @@ BREAKS = (
         "            if len(times) < MAX_ATTEMPTS or times[0]",
         API + "refused_attempts",
     ),
+    Break(
+        5,
+        "an impossible passphrase for a start is 400",
+        "    app.starter.begin(take_passphrase(request), request.now)\n",
+        '    app.starter.begin(Passphrase(text_member(request, "passphrase")), 0)\n',
+        API + "impossible",
+    ),
+    Break(
+        5,
+        "nothing is stripped from a passphrase",
+        'return Passphrase(text_member(request, "passphrase"))',
+        'return Passphrase(text_member(request, "passphrase").strip(" "))',
+        API + "as_it_was_given",
+    ),
+    Break(
+        5,
+        "an unlock that ends in a bug leaves room for the next",
+        "    finally:\n        app.unlocker.claimed.release()\n",
+        "    except Fault:\n        raise\n    app.unlocker.claimed.release()\n",
+        API + "ends_in_a_bug",
+    ),
+    Break(
+        5,
+        "a cancelled start is forgotten once the machine is up",
+        "is_over = start.phase in ENDINGS and",
+        "is_over = start.phase is Phase.FAILED and",
+        START + "cancelled_start",
+    ),
     # ---- 6. Watching -----------------------------------------------------------------
     Break(
         6,
@@ -787,6 +815,14 @@ BREAKS = (
         'tcp.recv(255) or b"\\n"',
         "tcp.recv(255)",
         WATCH + "hangs_up",
+    ),
+    Break(
+        6,
+        "a machine may have an IPv6 address",
+        "    return socket.create_connection(address, seconds)\n",
+        "    tcp = socket.socket()\n    tcp.settimeout(seconds)\n"
+        "    tcp.connect(address)\n    return tcp\n",
+        WATCH + "ipv6_address",
     ),
     # ---- 7. Unlocking ----------------------------------------------------------------
     Break(
@@ -1614,6 +1650,116 @@ BREAKS = (
         "start.began + SHOWN_SECONDS < now",
         START + "for_an_hour",
     ),
+    Break(
+        8,
+        "a cancel does not hide that the passphrase was sent, and was wrong",
+        '                if result.outcome in ("not_asked", "error") and not result.sent:\n',
+        "                if result.outcome:\n",
+        START + "lets_an_unlock_finish",
+    ),
+    Break(
+        8,
+        "a running system that also has the initrd's port open is up",
+        "            if ports.system is PortState.OPEN:\n                raise",
+        "            if ports.initrd is PortState.OPEN:\n                return\n"
+        "            if ports.system is PortState.OPEN:\n                raise",
+        START + "running_system",
+    ),
+    Break(
+        8,
+        "a start that waits for the initrd does not spin",
+        "            self._pause(start, 1)  # second\n",
+        "            self._pause(start, 0)\n",
+        START + "once_a_second",
+    ),
+    Break(
+        8,
+        "a start looks for the initrd once a second",
+        "            self._pause(start, 1)  # second\n",
+        "            self._pause(start, 5)\n",
+        START + "once_a_second",
+    ),
+    Break(
+        8,
+        "a start that waits for the system does not spin",
+        "            if start.cancelled.wait(1):  # second\n",
+        "            if start.cancelled.wait(0):\n",
+        START + "once_a_second",
+    ),
+    Break(
+        8,
+        "a start looks for the system once a second",
+        "            if start.cancelled.wait(1):  # second\n",
+        "            if start.cancelled.wait(5):\n",
+        START + "once_a_second",
+    ),
+    Break(
+        8,
+        "what has not changed is not logged again",
+        "is_news = (phase, text) != (start.phase, start.message)",
+        "is_news = True",
+        START + "once_a_second",
+    ),
+    Break(
+        8,
+        "the outcome is null until something is known",
+        "            message = result.message\n"
+        "            self._report(start, Phase.UNLOCKING, None, message)\n",
+        "            message = result.message\n"
+        "            self._report(start, Phase.UNLOCKING, result.outcome, message)\n",
+        START + "asked_again",
+    ),
+    Break(
+        8,
+        "the system has ten minutes of its own",
+        '        confirmed = result.outcome != "not_confirmed"\n'
+        "        began = time.monotonic()\n",
+        '        confirmed = result.outcome != "not_confirmed"\n'
+        "        began = start.began\n",
+        START + "asked_again",
+    ),
+    Break(
+        8,
+        "a start that waits for the initrd shares its checks with the status",
+        "            ports = self._watcher.check(now)\n            self._pause",
+        "            ports = check_ports(self._config.machine)\n            self._pause",
+        START + "share_their_checks",
+    ),
+    Break(
+        8,
+        "a start that waits for the system shares its checks with the status",
+        "            ports = self._watcher.check(now)\n            if ports",
+        "            ports = check_ports(self._config.machine)\n            if ports",
+        START + "share_their_checks",
+    ),
+    Break(
+        8,
+        "a start that fails before it unlocks leaves room for the next",
+        "CLAIMING: Final = (Phase.WAKING, Phase.UNLOCKING)",
+        "CLAIMING: Final = (Phase.UNLOCKING,)",
+        START + "for_an_hour",
+    ),
+    Break(
+        8,
+        "a start of a booted system is `done`",
+        'phase = Phase.DONE if result.outcome == "up" else Phase.FAILED',
+        "phase = Phase.FAILED",
+        DIALECTS + "start_of_a_booted",
+    ),
+    Break(
+        8,
+        "a refused start ends no watch",
+        '            self._unlocker.claim("start")\n',
+        '            self.end_watch()\n            self._unlocker.claim("start")\n',
+        START + "refused",
+    ),
+    Break(
+        8,
+        "a refused unlock ends no watch",
+        '    app.unlocker.claim("unlock")\n',
+        '    app.starter.end_watch()\n    app.unlocker.claim("unlock")\n',
+        START + "refused",
+    ),
     # ---- 9. HTTP ---------------------------------------------------------------------
     Break(
         9,
@@ -2025,6 +2171,13 @@ BREAKS = (
         "        log(describe_bug(error))\n        fault = Fault(500",
         "        fault = Fault(500",
         API + "a_bug",
+    ),
+    Break(
+        9,
+        "a damaged page is reported at once",
+        "    if not icon or not all(hashes.values()):\n",
+        "    if not icon:\n",
+        DAEMON + "damaged",
     ),
     Break(
         9,

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from conftest import PASSPHRASE, PIN, PROGRAM, Client, new_app, running, wait_for
+from conftest import MAC, PASSPHRASE, PIN, PROGRAM, Client, new_app, running, wait_for
+from cryptroot_unlock import Disks
 from homelab import Homelab
+from ssh_servers import paramiko_server
 
 import waker
 
@@ -283,9 +285,30 @@ def test_a_machine_is_woken_and_unlocked(owner: Client, lab: Homelab) -> None:
 def test_an_impossible_passphrase_is_a_bad_request(
     owner: Client, passphrase: object
 ) -> None:
-    answer = owner.unlock(passphrase)
-    assert answer.status == 400
-    assert "passphrase" in answer.error
+    for answer in (owner.unlock(passphrase), owner.start(passphrase)):
+        assert answer.status == 400
+        assert "passphrase" in answer.error
+
+
+def test_a_passphrase_is_sent_as_it_was_given(tmp_path: Path) -> None:
+    """With every space, and without another form of its accents."""
+    odd = " \u00a0\u00e9 e\u0301 \u00a0 "
+    with paramiko_server(tmp_path, Disks({"d": odd})) as initrd:
+        settings = {"WAKER_PIN": PIN} | MAC | initrd.machine().settings()
+        with running(waker.read_config(settings, tmp_path)) as client:
+            answer = client.log_in().unlock(odd)
+        assert answer.json["message"] == "Unlocked: d."
+
+
+def test_an_unlock_that_ends_in_a_bug_leaves_room_for_the_next(
+    config: waker.Config,
+) -> None:
+    config = config._replace(unlock_seconds=cast("int", "a bug, on purpose"))
+    with running(config) as client:
+        client.log_in()
+        for _ in range(2):
+            answer = client.unlock()
+            assert (answer.status, answer.error[:14]) == (500, "Internal error")
 
 
 # ---- The page, and every answer ------------------------------------------------------

@@ -49,12 +49,18 @@ NOT_CONFIRMED = "Not confirmed: the passphrase was sent, but "
 ENDED = "the unlocking process ended with status -9; see waker's log"
 
 
-def test_a_missing_page_is_reported_with_its_path(tmp_path: Path) -> None:
+def test_a_missing_or_damaged_page_is_reported(tmp_path: Path) -> None:
     command = [sys.executable, shutil.copy(PROGRAM, tmp_path)]
     settings = environment(MACHINE | {"WAKER_PIN": PIN})
-    ended = subprocess.run(command, env=settings, stderr=subprocess.PIPE, check=False)
-    message = f"the page {tmp_path}/ui.html: No such file or directory\n"
-    assert (ended.returncode, ended.stderr.decode()) == (78, message)
+    page = tmp_path / "ui.html"
+    missing = f"the page {page}: No such file or directory\n"
+    for message in (missing, "ui.html is damaged; reinstall it\n"):
+        ended = subprocess.run(
+            command, env=settings, stderr=subprocess.PIPE, check=False, timeout=60
+        )
+        assert (ended.returncode, ended.stderr.decode()) == (78, message)
+        source = Path(PROGRAM).with_name("ui.html").read_text()
+        page.write_text(source.partition("<script")[0])
 
 
 def test_version_and_help_need_no_configuration() -> None:

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PROGRAM, environment, need, wait_for
+from conftest import (
+    MAC,
+    PROGRAM,
+    environment,
+    need,
+    new_app,
+    wait_for,
+    wait_for_starts,
+)
 from cryptroot_unlock import Disks
 from ssh_servers import (
     ODD_PASSPHRASE,
@@ -189,6 +197,19 @@ def test_the_unlock_script_needs_no_bash(tmp_path: Path, shell: str) -> None:
     with systemd(tmp_path, {"root": ODD_PASSPHRASE}, ssh=forced) as machine:
         assert unlock(machine, "wrong").startswith(f"{WRONG}root. ")
         assert unlock(machine, ODD_PASSPHRASE) == f"{UNLOCKED}root."
+
+
+def test_a_start_of_a_booted_system_is_done(tmp_path: Path) -> None:
+    """Its OpenSSH still answers at the initrd's port, and its own port is closed."""
+    with systemd(tmp_path, ROOT, "rm /etc/initrd-release") as machine:
+        settings = MAC | {"WAKER_PIN": "24681012"} | machine.settings()
+        starter = new_app(waker.read_config(settings, tmp_path)).starter
+        starter.begin(waker.Passphrase("x"), time.monotonic())
+        wait_for_starts()
+        ports = waker.check_ports(machine)
+    start: Any = starter.members(time.monotonic(), ports)
+    assert start["phase"] == "done"
+    assert "{outcome}: {message}".format(**start).startswith(UP)
 
 
 def test_a_disk_that_was_opened_at_the_console_is_not_called_unlocked(

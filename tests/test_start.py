@@ -57,10 +57,10 @@ def start(client: Client, phase: str, passphrase: str = PASSPHRASE) -> str:
     return wait_until(client, phase)
 
 
-def cancel(client: Client) -> str:
+def cancel(client: Client, phase: str = "cancelled") -> str:
     """Cancel, and wait until that has happened; returns the outcome and the message."""
     assert client.call("DELETE", "/api/start").json["success"]
-    return wait_until(client, "cancelled")
+    return wait_until(client, phase)
 
 
 def is_forgotten() -> bool:
@@ -161,6 +161,7 @@ def test_a_failed_start_shows_its_reason_for_an_hour(
     assert start["seconds"] >= 6 or not end.startswith("not_awake")
     assert app.starter.members(now + 3597, OFF) == start  # an hour after its end
     assert app.starter.members(now + 3600, OFF) is None
+    assert not app.unlocker.claimed.locked()  # so another start may begin
     is_unseen = "did not wake" in end or "could not be checked" in end
     assert (len(lab.packets) >= 6) == is_unseen  # three at a time
     assert set(lab.packets) <= {waker.magic_packet(mac)}
@@ -220,12 +221,58 @@ def test_an_early_initrd_is_not_asked_again_at_once(tmp_path: Path) -> None:
 
 
 def test_an_early_initrd_is_asked_again(tmp_path: Path) -> None:
-    with starting(tmp_path, Disks(ONE, early=True)) as (client, initrd):
+    """However late it asks, its system then has all its time to boot."""
+    disks, figures = Disks(ONE, early=True), {"start_seconds": 5, "retry_seconds": 5}
+    with starting(tmp_path, disks, **figures) as (client, initrd):
         wait_for(lambda: "not ready yet" in shown(client)["message"])
+        assert shown(client)["outcome"] is None
         assert initrd.received() == []
         Disks(ONE).save(initrd.state)
         assert wait_until(client, "booting") == "unlocked: Unlocked: d."
         wait_for(is_forgotten)
+
+
+def test_a_running_system_is_not_taken_for_its_initrd(tmp_path: Path) -> None:
+    """Its own SSH server may use the initrd's port."""
+    disks, system = Disks(ONE), socket.create_server(("127.0.0.1", 0))
+    with system, paramiko_server(tmp_path, disks) as initrd:
+        settings = {"WAKER_PIN": PIN} | MAC | initrd.machine().settings()
+        settings["WAKER_SYSTEM_SSH_PORT"] = str(system.getsockname()[1])
+        with running(waker.read_config(settings, tmp_path)) as client:
+            ended = start(client.log_in(), "done")
+            assert ended == f"up: The system is already up. {NOT_SENT}"
+        assert initrd.received() == []
+
+
+class CountingWatcher(waker.Watcher):
+    """Counts how often a result is asked for."""
+
+    count = 0
+
+    def check(self, now: float) -> waker.PortStates:
+        self.count += 1
+        return super().check(now)
+
+
+@pytest.mark.parametrize("phase", ["waking", "booting"])
+def test_a_start_that_waits_looks_once_a_second_and_logs_no_line_twice(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], phase: str
+) -> None:
+    with paramiko_server(tmp_path, Disks(ONE)) as initrd:
+        machine = initrd.machine()._replace(system_port=free_port())
+        if phase == "waking":
+            machine = machine._replace(initrd_port=free_port())
+        settings = {"WAKER_PIN": PIN} | MAC | machine.settings()
+        config = waker.read_config(settings, tmp_path)._replace(start_seconds=4)
+        watcher = CountingWatcher(machine)
+        starter = waker.Starter(config, watcher, new_app(config).unlocker)
+        starter.begin(waker.Passphrase(PASSPHRASE), time.monotonic())
+        wait_for_starts()
+    start: Any = starter.members(time.monotonic(), OFF)
+    assert [*start["times"]][-2:] == [phase, "failed"]
+    assert 3 <= watcher.count <= start["seconds"] + 3
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == len({*lines}) > 1
 
 
 SLOW = "The system has not answered yet."
@@ -346,6 +393,38 @@ def test_a_cancelled_watch_keeps_what_the_unlock_reported(tmp_path: Path) -> Non
         assert cancel(client) == LOST
 
 
+def test_a_cancelled_start_is_forgotten_once_the_machine_is_up(tmp_path: Path) -> None:
+    with starting(tmp_path, Disks(ONE)) as (client, _):
+        wait_until(client, "booting")
+        cancel(client)
+        assert client.app
+        with contextlib.closing(listen_at(client.app.config.machine)):
+            seen = wait_for(client.status, lambda now: now["state"] == "up")
+        assert seen["start"] is None
+
+
+def test_a_refused_start_or_unlock_ends_no_watch(tmp_path: Path) -> None:
+    with starting(tmp_path, Disks(ONE)) as (client, initrd):
+        wait_until(client, "booting")
+        initrd.ssh_key.unlink()
+        assert client.start().status == client.unlock().status == 500
+        assert shown(client)["phase"] == "booting"
+
+
+def test_a_start_and_the_status_share_their_checks(tmp_path: Path) -> None:
+    """OpenSSH penalises clients that connect too often."""
+    with starting(tmp_path, Disks(ONE)) as (client, _):
+        wait_until(client, "booting")
+        assert client.app
+        watcher, machine = client.app.watcher, client.app.config.machine
+        with contextlib.closing(listen_at(machine)):
+            # The next ten minutes share this result, although the port is closed again.
+            ports = watcher.check(time.monotonic() + 600)
+        assert ports == waker.PortStates(*[waker.PortState.OPEN] * 2)
+        assert wait_until(client, "done") == "up: Unlocked: d. The system is up."
+        assert start(client, "done") == f"up: The system is already up. {NOT_SENT}"
+
+
 @pytest.mark.parametrize(
     "disks",
     [Disks(ONE), Disks(ONE, dies="hangs up")],
@@ -426,15 +505,26 @@ def test_a_cancel_before_the_process_begins_sends_nothing(
 
 
 @pytest.mark.parametrize(
-    ("disks", "received", "end"),
+    ("disks", "received", "phase", "end"),
     [
-        (Disks(ONE, mute=True), [], f"cancelled: Cancelled. {NOT_SENT}"),
-        (Disks(ONE, slow=1), [PASSPHRASE.encode()], "unlocked: Unlocked: d."),
+        (Disks(ONE, mute=True), [], "cancelled", f"cancelled: Cancelled. {NOT_SENT}"),
+        (
+            Disks(ONE, slow=1),
+            [PASSPHRASE.encode()],
+            "cancelled",
+            "unlocked: Unlocked: d.",
+        ),
+        (
+            Disks({"d": "another"}, slow=1),
+            [PASSPHRASE.encode()],
+            "failed",
+            "wrong_passphrase: Wrong passphrase for disk d.",
+        ),
     ],
-    ids=["before sending", "after sending"],
+    ids=["before sending", "after sending", "wrong passphrase"],
 )
 def test_a_cancel_lets_an_unlock_finish_once_the_passphrase_was_sent(
-    tmp_path: Path, disks: Disks, received: list[bytes], end: str
+    tmp_path: Path, disks: Disks, received: list[bytes], phase: str, end: str
 ) -> None:
     with starting(tmp_path, disks) as (client, initrd):
         child = wait_for_child(os.getpid())
@@ -442,7 +532,7 @@ def test_a_cancel_lets_an_unlock_finish_once_the_passphrase_was_sent(
         for answer in (client.start(), client.unlock()):
             assert answer.status == 409
             assert answer.error.startswith("Another unlock or start is running")
-        assert cancel(client) == end
+        assert cancel(client, phase) == end
         assert not Path(f"/proc/{child}").exists()
         assert initrd.received() == received
         wait_for(is_forgotten)

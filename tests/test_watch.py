@@ -171,6 +171,24 @@ def test_only_a_real_connection_means_an_open_port(home: Home) -> None:
     assert wait_for(take_error, lambda seen: seen[0])[1] == (UNKNOWN, "")
 
 
+def test_a_machine_may_have_an_ipv6_address(config: waker.Config) -> None:
+    with contextlib.ExitStack() as stack:
+        ports = []
+        for _ in range(2):
+            tcp = stack.enter_context(socket.socket(socket.AF_INET6))
+            try:
+                tcp.bind(("::1", 0))
+            except OSError as error:
+                pytest.skip(f"this machine has no ::1: {error.strerror}")
+            ports.append(int(tcp.getsockname()[1]))
+        tcp.listen()
+        closed, opened = ports
+        machine = config.machine._replace(
+            host="::1", initrd_port=opened, system_port=closed
+        )
+        assert waker.check_ports(machine) == LOCKED
+
+
 def test_a_check_that_gets_no_thread_reports_unknown(config: waker.Config) -> None:
     with no_threads():
         assert waker.check_ports(config.machine) == NOTHING
