@@ -682,6 +682,13 @@ BREAKS = (
     ),
     Break(
         5,
+        "an unlock of open disks is 200",
+        "    if result.outcome not in SUCCESSES:\n        raise Fault",
+        '    if result.outcome != "unlocked":\n        raise Fault',
+        API + "as_it_was_given",
+    ),
+    Break(
+        5,
         "an unlock that ends in a bug leaves room for the next",
         "    finally:\n        app.unlocker.claimed.release()\n",
         "    except Fault:\n        raise\n    app.unlocker.claimed.release()\n",
@@ -1468,6 +1475,20 @@ BREAKS = (
     ),
     Break(
         8,
+        "no doubt about an unlock that was confirmed",
+        "            if not confirmed and is_late and ports.initrd is PortState.OPEN:\n",
+        "            if is_late and ports.initrd is PortState.OPEN:\n",
+        START + "only_an_unconfirmed",
+    ),
+    Break(
+        8,
+        "a start that ends with doubt says so",
+        'Phase.FAILED, "not_up", f"{message} The system',
+        'Phase.FAILED, "not_up", f"{result.message} The system',
+        START + "only_an_unconfirmed",
+    ),
+    Break(
+        8,
         "in the phase `booting`, a new start is accepted",
         "            if was_claiming and phase not in CLAIMING:\n",
         "            if was_claiming and phase in ENDINGS:\n",
@@ -1745,6 +1766,27 @@ BREAKS = (
         'phase = Phase.DONE if result.outcome == "up" else Phase.FAILED',
         "phase = Phase.FAILED",
         DIALECTS + "start_of_a_booted",
+    ),
+    Break(
+        8,
+        "a watch that was replaced never touches the status again",
+        "            if start.phase in ENDINGS:\n                return\n",
+        "",
+        START + "changes_nothing",
+    ),
+    Break(
+        8,
+        "no packets between those that are due",
+        "            elif now >= start.packet_due:\n",
+        "            else:\n",
+        START + "called_asleep",
+    ),
+    Break(
+        8,
+        "a start does not try again what cannot succeed",
+        'if result.outcome != "not_asked" or now > give_up:',
+        'if result.outcome not in ("not_asked", "error") or now > give_up:',
+        START + "cannot_succeed",
     ),
     Break(
         8,

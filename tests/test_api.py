@@ -291,13 +291,16 @@ def test_an_impossible_passphrase_is_a_bad_request(
 
 
 def test_a_passphrase_is_sent_as_it_was_given(tmp_path: Path) -> None:
-    """With every space, and without another form of its accents."""
+    """With its spaces and accents as they are. An open disk needs none."""
     odd = " \u00a0\u00e9 e\u0301 \u00a0 "
     with paramiko_server(tmp_path, Disks({"d": odd})) as initrd:
         settings = {"WAKER_PIN": PIN} | MAC | initrd.machine().settings()
         with running(waker.read_config(settings, tmp_path)) as client:
             answer = client.log_in().unlock(odd)
-        assert answer.json["message"] == "Unlocked: d."
+            assert answer.json["message"] == "Unlocked: d."
+            answer = client.unlock("another")
+    assert answer.status == 200
+    assert answer.json["message"].startswith("no passphrase is needed: all disks")
 
 
 def test_an_unlock_that_ends_in_a_bug_leaves_room_for_the_next(

@@ -275,6 +275,16 @@ def test_a_start_that_waits_looks_once_a_second_and_logs_no_line_twice(
     assert len(lines) == len({*lines}) > 1
 
 
+def test_a_start_does_not_try_again_what_cannot_succeed(tmp_path: Path) -> None:
+    with paramiko_server(tmp_path, Disks(ONE)) as initrd:
+        settings = {"WAKER_PIN": PIN} | MAC | initrd.machine().settings()
+        settings["WAKER_SYSTEM_SSH_PORT"] = str(free_port())
+        settings["WAKER_INITRD"] = "systemd"
+        with running(waker.read_config(settings, tmp_path)) as client:
+            ended = start(client.log_in(), "failed")
+    assert ended.startswith("error: logged in, but there is no unlock command")
+
+
 SLOW = "The system has not answered yet."
 
 
@@ -387,6 +397,25 @@ def test_an_unlock_is_not_doubted_once_the_initrd_has_ended(tmp_path: Path) -> N
         assert wait_until(client, "failed") == f"not_up: {reported} {SLOW}"
 
 
+@pytest.mark.parametrize(
+    ("disks", "end"),
+    [
+        (Disks(ONE), f"Unlocked: d. {SLOW}"),
+        (
+            Disks({"d": "another"}, dies="hangs up"),
+            f"{DOUBT.removeprefix('not_confirmed: ')} {SLOW}",
+        ),
+    ],
+    ids=["confirmed", "not confirmed"],
+)
+def test_only_an_unconfirmed_unlock_is_doubted(
+    tmp_path: Path, disks: Disks, end: str
+) -> None:
+    """To the end, as its initrd runs on."""
+    with starting(tmp_path, disks, doubt_seconds=0, start_seconds=3) as (client, _):
+        assert wait_until(client, "failed") == f"not_up: {end}"
+
+
 def test_a_cancelled_watch_keeps_what_the_unlock_reported(tmp_path: Path) -> None:
     with starting(tmp_path, Disks(ONE, dies="hangs up")) as (client, _):
         assert wait_until(client, "booting") == LOST
@@ -401,6 +430,41 @@ def test_a_cancelled_start_is_forgotten_once_the_machine_is_up(tmp_path: Path) -
         with contextlib.closing(listen_at(client.app.config.machine)):
             seen = wait_for(client.status, lambda now: now["state"] == "up")
         assert seen["start"] is None
+
+
+class SlowWatcher(CountingWatcher):
+    """Its second check finds the system up, but takes as long as a test wants."""
+
+    def __init__(self, machine: waker.Machine) -> None:
+        super().__init__(machine)
+        self.may_end = threading.Event()
+
+    def check(self, now: float) -> waker.PortStates:
+        ports = super().check(now)
+        if self.count < 2:
+            return ports
+        self.may_end.wait(60)  # seconds
+        return ports._replace(system=waker.PortState.OPEN)
+
+
+def test_a_watch_that_was_replaced_changes_nothing(tmp_path: Path) -> None:
+    """Even if it sees the system only a moment later."""
+    with paramiko_server(tmp_path, Disks(ONE)) as initrd:
+        machine = initrd.machine()._replace(system_port=free_port())
+        settings = {"WAKER_PIN": PIN} | MAC | machine.settings()
+        config, watcher = waker.read_config(settings, tmp_path), SlowWatcher(machine)
+        starter = waker.Starter(config, watcher, new_app(config).unlocker)
+        starter.begin(waker.Passphrase(PASSPHRASE), time.monotonic())
+        wait_for(lambda: watcher.count == 2)  # it watches
+        starter.end_watch()
+        now = time.monotonic()
+        start: Any = starter.members(now, OFF)
+        watcher.may_end.set()
+        wait_for_starts()
+    assert "{phase}, {outcome}: {message}".format(**start) == (
+        "cancelled, unlocked: Unlocked: d."
+    )
+    assert starter.members(now, OFF) == start
 
 
 def test_a_refused_start_or_unlock_ends_no_watch(tmp_path: Path) -> None:
