@@ -1433,6 +1433,20 @@ BREAKS = (
     ),
     Break(
         8,
+        "the next try does not wait as long as the next packet",
+        "            self._pause(start, self._config.retry_seconds)\n",
+        "            self._pause(start, self._config.packet_seconds)\n",
+        START + "asked_again",
+    ),
+    Break(
+        8,
+        "an initrd that never asks has less time than one that never comes up",
+        "give_up = min(give_up, now + self._config.prompt_seconds)",
+        "give_up = min(give_up, now + self._config.start_seconds)",
+        START + "times_out",
+    ),
+    Break(
+        8,
         "a pause between two tries",
         "            self._pause(start, self._config.retry_seconds)\n",
         "",
@@ -1780,13 +1794,6 @@ BREAKS = (
         "            elif now >= start.packet_due:\n",
         "            else:\n",
         START + "called_asleep",
-    ),
-    Break(
-        8,
-        "a start does not try again what cannot succeed",
-        'if result.outcome != "not_asked" or now > give_up:',
-        'if result.outcome not in ("not_asked", "error") or now > give_up:',
-        START + "cannot_succeed",
     ),
     Break(
         8,

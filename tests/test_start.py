@@ -222,7 +222,8 @@ def test_an_early_initrd_is_not_asked_again_at_once(tmp_path: Path) -> None:
 
 def test_an_early_initrd_is_asked_again(tmp_path: Path) -> None:
     """However late it asks, its system then has all its time to boot."""
-    disks, figures = Disks(ONE, early=True), {"start_seconds": 5, "retry_seconds": 5}
+    figures = {"start_seconds": 5, "retry_seconds": 5, "packet_seconds": 600}
+    disks = Disks(ONE, early=True)
     with starting(tmp_path, disks, **figures) as (client, initrd):
         wait_for(lambda: "not ready yet" in shown(client)["message"])
         assert shown(client)["outcome"] is None
@@ -275,34 +276,35 @@ def test_a_start_that_waits_looks_once_a_second_and_logs_no_line_twice(
     assert len(lines) == len({*lines}) > 1
 
 
-def test_a_start_does_not_try_again_what_cannot_succeed(tmp_path: Path) -> None:
-    with paramiko_server(tmp_path, Disks(ONE)) as initrd:
-        settings = {"WAKER_PIN": PIN} | MAC | initrd.machine().settings()
-        settings["WAKER_SYSTEM_SSH_PORT"] = str(free_port())
-        settings["WAKER_INITRD"] = "systemd"
-        with running(waker.read_config(settings, tmp_path)) as client:
-            ended = start(client.log_in(), "failed")
-    assert ended.startswith("error: logged in, but there is no unlock command")
-
-
 SLOW = "The system has not answered yet."
 
 
 @pytest.mark.parametrize(
-    ("disks", "end"),
+    ("disks", "figure", "end"),
     [
-        (Disks(ONE, early=True), f"not_asked: the initrd is not ready.* {NOT_SENT}"),
-        (Disks({}), f"not_up: no passphrase is needed: .* {NOT_SENT} {SLOW}"),
-        (Disks(ONE), f"not_up: Unlocked: d. {SLOW}"),
-        (Disks(ONE, slow=9), f"not_up: Not confirmed: .* was sent, but .* {SLOW}"),
+        (
+            Disks(ONE, early=True),
+            "prompt_seconds",
+            f"not_asked: the initrd is not ready.* {NOT_SENT}",
+        ),
+        (
+            Disks({}),
+            "start_seconds",
+            f"not_up: no passphrase is needed: .* {NOT_SENT} {SLOW}",
+        ),
+        (Disks(ONE), "start_seconds", f"not_up: Unlocked: d. {SLOW}"),
+        (
+            Disks(ONE, slow=9),
+            "start_seconds",
+            f"not_up: Not confirmed: .* was sent, but .* {SLOW}",
+        ),
     ],
     ids=["too early", "already open", "unlocked", "not confirmed"],
 )
 def test_a_start_that_times_out_reports_what_it_knows(
-    tmp_path: Path, disks: Disks, end: str
+    tmp_path: Path, disks: Disks, figure: str, end: str
 ) -> None:
-    over = {"start_seconds": 0, "prompt_seconds": 0}
-    with starting(tmp_path, disks, **over) as (client, initrd):
+    with starting(tmp_path, disks, **{figure: 0}) as (client, initrd):
         if disks.slow:
             wait_for(initrd.received)
             os.kill(wait_for_child(os.getpid()), signal.SIGKILL)
