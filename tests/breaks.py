@@ -539,6 +539,13 @@ BREAKS = (
     ),
     Break(
         5,
+        "HEAD needs a token where GET does",
+        '        rows["HEAD"] = rows["GET"]\n',
+        '        rows["HEAD"] = (rows["GET"][0], True)\n',
+        API + "head_is_get",
+    ),
+    Break(
+        5,
         "a wrong PIN is 401",
         'raise Fault(401, "Wrong PIN", ("WWW-Authenticate", "Bearer"))',
         'raise Fault(403, "Wrong PIN", ("WWW-Authenticate", "Bearer"))',

@@ -357,6 +357,8 @@ def test_head_is_get_without_the_body(owner: Client, path: str) -> None:
     request += f"Authorization: Bearer {owner.token}\r\n\r\n"
     assert owner.raw(request.encode()) == (got.status, b"")
     assert owner.call("HEAD", path).headers["Content-Length"] == str(len(got.body))
+    owner.token = ""
+    assert owner.call("HEAD", path).status == owner.call("GET", path).status
 
 
 @PATHS
