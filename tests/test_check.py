@@ -140,6 +140,8 @@ IMPOSTOR = (
         (DROPBEAR, {"WAKER_PIN": "24681012"}, "PIN", DIGITS),
         (DROPBEAR, {"WAKER_LISTEN": "127.0.0.1:{open}"}, "web port", TAKEN),
         (DROPBEAR, {"WAKER_LISTEN": "203.0.113.9:8080"}, "web port", ABROAD),
+        (DROPBEAR, {"WAKER_LISTEN": "0.0.0.0:0"}, "web port", "ok 0 is free"),
+        (DROPBEAR, {"WAKER_TRUSTED_PROXY": "127.0.0.1,::1"}, "proxy", ""),
         (DROPBEAR, NOBODY_THERE, "system's port", WHERE),
         (
             DROPBEAR,
@@ -158,6 +160,7 @@ IMPOSTOR = (
         (OPENSSH, SYSTEMD, "initrd's port", f"ok {SAYS}"),
         (DROPBEAR, COMMON, "initrd's port", ""),
         (DROPBEAR, COMMON, "shared port", f"ok {SAYS}"),
+        (OPENSSH, COMMON, "shared port", f"ok {SAYS}"),
         (DROPBEAR, {}, "host key", "ok pinned and verified"),
         (DROPBEAR, UNPINNED, "host key", NEW),
         (DROPBEAR, OURS, "host key", IMPOSTOR),
@@ -172,6 +175,8 @@ IMPOSTOR = (
         "PIN of digits",
         "web port in use",
         "web port of another box",
+        "web port of every address",
+        "single proxies",
         "nobody there",
         "system up",
         "system refuses",
@@ -180,6 +185,7 @@ IMPOSTOR = (
         "OpenSSH as initrd",
         "no initrd port of its own",
         "shared port",
+        "shared port, system up",
         "pinned",
         "not pinned",
         "another key pinned",
@@ -259,6 +265,27 @@ def test_it_ends_silently_when_its_reader_has_gone() -> None:
         assert checking.wait() == -signal.SIGPIPE
 
 
+def test_it_ends_silently_when_it_is_interrupted() -> None:
+    """While it waits for a server that accepts connections and says nothing."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        subprocess.Popen(
+            [*MODULE, "check"],
+            cwd=CHECKOUT,
+            env=environment(
+                BASE | {"WAKER_INITRD_SSH_PORT": str(silent.getsockname()[1])}
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as checking,
+    ):
+        assert checking.stdout
+        assert checking.stdout.readline().startswith(b"ok     configuration")
+        checking.send_signal(signal.SIGINT)
+        _, complaints = checking.communicate(timeout=60)
+        assert (checking.returncode, complaints) == (-signal.SIGINT, b"")
+
+
 def test_control_characters_from_a_port_are_escaped(
     tmp_path: Path,
 ) -> None:
@@ -292,6 +319,7 @@ def test_the_packets_route_is_shown_and_nothing_is_sent(home: Home) -> None:
             (router, "203.0.113.9", limited, wan, far_server, "-"),
             (router, "192.168.77.20", "10.7.7.255", wan, far_broadcast, "-"),
             (router, "192.168.77.20", "192.168.77.255", lan, way, "ok"),
+            (router, "2001:db8::20", "192.168.77.255", lan, way, "ok"),
             (router, "192.168.77.20", lan, lan, no_broadcast, "-"),
             (router, "192.168.77.20", "192.168.77.30", lan, no_broadcast, "-"),
             (router, "192.168.77.20", wan_broadcast, wan, elsewhere, "-"),
@@ -312,6 +340,8 @@ BOX, SERVER = "192.168.77.1", "192.168.77.20"
 OWN_ADDRESS = r"WRONG +server +{} is this box's own address, or a broadcast address"
 OWN_MAC = "WRONG +MAC address +{} is this box's own; take the server's"
 OTHER_MAC = f"- +MAC address +{SERVER} has {{}} according to ARP, not 52:54:00:12:34:56"
+# Of a server that is off, ARP knows nothing. Without a route, nobody knows anything.
+NOTHING = r"(?s)\A(?!.*(server {2}|MAC address))"
 RIGHT_MAC = f"ok +MAC address +matches this box's ARP entry for {SERVER}"
 
 
@@ -319,12 +349,18 @@ RIGHT_MAC = f"ok +MAC address +matches this box's ARP entry for {SERVER}"
     ("host", "mac", "words"),
     [
         (BOX, "52:54:00:12:34:56", OWN_ADDRESS.format(BOX)),
+        ("2001:db8::1", "52:54:00:12:34:56", OWN_ADDRESS.format("2001:db8::1")),
+        ("2001:db8:2::1", "52:54:00:12:34:56", NOTHING),
+        ("192.168.77.30", "52:54:00:12:34:56", NOTHING),
         ("192.168.77.255", "52:54:00:12:34:56", OWN_ADDRESS.format("192.168.77.255")),
         (SERVER, "02:00:00:00:00:01", OWN_MAC.format("02:00:00:00:00:01")),
         (SERVER, "52:54:00:12:34:56", OTHER_MAC.format("02:00:00:00:00:20")),
         (SERVER, "02:00:00:00:00:20", RIGHT_MAC),
     ],
-    ids=["own address", "broadcast", "own MAC", "another MAC", "right MAC"],
+    ids=[
+        *("own address", "own IPv6 address", "no route", "server off", "broadcast"),
+        *("own MAC", "another MAC", "right MAC"),
+    ],
 )
 def test_the_box_is_not_taken_for_the_server(
     home: Home, host: str, mac: str, words: str
@@ -332,7 +368,12 @@ def test_the_box_is_not_taken_for_the_server(
     router, machine, _ = home
     ip(f"-n {router.name} link set lan address 02:00:00:00:00:01")
     ip(f"-n {machine.name} link set eth0 address 02:00:00:00:00:20")
+    ip(f"-n {router.name} address add 2001:db8::1/64 dev lan nodad")
+    any_address = Path("/proc/sys/net/ipv4/ip_nonlocal_bind")  # for keepalived
+    router.run(lambda: any_address.write_text("1"))
     settings = BASE | {"WAKER_HOMELAB_HOST": host, "WAKER_HOMELAB_MAC": mac}
+    if ":" in host:
+        settings["WAKER_HOMELAB_BROADCAST"] = "192.168.77.255"
     ended = subprocess.run(
         [*router.command(), *MODULE, "check"],
         cwd=CHECKOUT,

@@ -39,6 +39,8 @@ def faults(values: dict[str, str], folder: Path) -> list[str]:
         (waker.parse_mac, "52-54-00-AB-cd-EF", bytes.fromhex("525400abcdef")),
         (waker.plain_address, "2001:DB8::9", "2001:db8::9"),
         (waker.plain_address, "::ffff:10.0.0.9", "10.0.0.9"),
+        (waker.parse_host, "169.254.7.7", "169.254.7.7"),
+        (waker.PARSE_NAME, "Büro " + "x" * 59, "Büro " + "x" * 59),
         (waker.parse_listen, "[fe80::1]:65535", ("fe80::1", 65535)),
         (waker.HostKey.parse_all, f"  {KEY} a comment with blanks\t", (PINNED,)),
         (waker.HostKey.parse_all, f"{KEY} of the old box, in the cellar", (PINNED,)),
@@ -60,6 +62,8 @@ def faults(values: dict[str, str], folder: Path) -> list[str]:
         "MAC with dashes",
         "IPv6 in upper case",
         "mapped IPv4",
+        "link-local IPv4",
+        "name of 64",
         "listen on IPv6",
         "key and comment",
         "comma in the comment",
@@ -78,6 +82,26 @@ def test_a_valid_value_is_parsed(
     parse: Callable[[object], object], text: object, value: object
 ) -> None:
     assert parse(text) == value
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("ssh-ed25519", "ssh-rsa"),
+        *("ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521"),
+    ],
+)
+def test_a_host_key_may_have_any_common_type(kind: str) -> None:
+    blob = b"\0\0\0%c%b\0\0\0\1x" % (len(kind), kind.encode())
+    line = f"{kind} {base64.b64encode(blob).decode()}"
+    assert waker.HostKey.parse_all(line) == (waker.HostKey(kind, blob),)
+    with pytest.raises(ValueError, match=r"^$"):  # a second key is no comment
+        waker.HostKey.parse_all(f"{KEY} {line}")
+
+
+def test_a_passphrase_is_taken_as_it_was_typed() -> None:
+    """cryptsetup compares bytes: an accent of its own is not one with its letter."""
+    assert waker.Passphrase(" e\u0301\u00e9 ").data == b" e\xcc\x81\xc3\xa9 "
 
 
 HOST = f"must be {waker.ADDRESS_FORM}"
@@ -199,6 +223,34 @@ def test_a_useless_private_key_is_refused_with_the_remedy(
     assert faults(good, tmp_path) == [f"WAKER_SSH_KEY {path} {words.format(path)}"]
 
 
+def test_a_tls_key_is_private_and_its_certificate_is_not(
+    good: dict[str, str], tmp_path: Path
+) -> None:
+    tls = {"WAKER_TLS_CERT": "cert.pem", "WAKER_TLS_KEY": "key.pem"}
+    for name in tls.values():
+        (tmp_path / name).write_text(PEM)
+        (tmp_path / name).chmod(0o644)
+    key = tmp_path / "key.pem"
+    assert faults(good | tls, tmp_path) == [f"WAKER_TLS_KEY {key} {OPEN.format(key)}"]
+
+
+def test_a_credential_that_is_missing_is_sought_where_the_user_put_it(
+    good: dict[str, str], tmp_path: Path
+) -> None:
+    """waker.service passes a single newline instead."""
+    folder = tmp_path / "credentials/waker.service"
+    folder.mkdir(parents=True)
+    for name in ("waker.env", "ssh_key"):
+        (folder / name).write_text("\n")
+    remedy = waker.MAKE_KEY.format("/etc/waker/ssh_key")
+    missing = f"WAKER_SSH_KEY /etc/waker/ssh_key is missing; {remedy}"
+    assert faults(good, folder) == [missing]
+    with pytest.raises(waker.ConfigError) as error:
+        waker.read_env_file(folder / "waker.env")
+    remedy = "copy waker.env.example there and edit it"
+    assert str(error.value) == f"/etc/waker/waker.env is missing; {remedy}"
+
+
 def test_a_pin_has_up_to_128_characters() -> None:
     assert waker.Pin("x" * 128).matches("x" * 128)
 
@@ -232,6 +284,7 @@ def test_a_file_is_read_as_people_and_editors_write_it(tmp_path: Path) -> None:
         "WAKER_SSH_USER='single # q'\n"
         'WAKER_TLS_CERT="it\'s "so""\n'
         'WAKER_HOMELAB_NAME = " double q"\r\nWAKER_HOMELAB_HOST= \nTZ=UTC # here\n'
+        "http_proxy=x # y\n"
     )
     file.write_text(text, encoding="utf-8-sig", newline="")  # begins with a mark
     assert waker.read_env_file(file) == {

@@ -1,6 +1,7 @@
 """The program as users run it: commands, log, the unlocking process, secrets."""
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -11,10 +12,12 @@ import socket
 import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 import venv
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,8 @@ from conftest import (
     Client,
     daemon,
     environment,
+    need,
+    need_root,
     new_app,
     run_waker,
     running,
@@ -39,7 +44,7 @@ from conftest import (
 )
 from cryptroot_unlock import Disks
 from homelab import Homelab, new_key, public_line
-from ssh_servers import free_port, paramiko_server
+from ssh_servers import Initrd, free_port, paramiko_server
 
 import waker
 
@@ -78,6 +83,22 @@ def test_version_and_help_need_no_configuration() -> None:
 )
 def test_a_wrong_argument_is_refused(argument: str) -> None:
     assert run_waker(argument).returncode == 2
+
+
+def test_it_runs_where_limits_are_lower_already() -> None:
+    need_root()  # the command below loses its right to raise them
+    low = "--core=0:0", "--data=66000000:66000000"
+    rights = "--bounding-set=-sys_resource"
+    ended = subprocess.run(
+        [need("setpriv"), rights, need("prlimit"), *low, *MODULE, "check"],
+        cwd=CHECKOUT,
+        env=environment(MACHINE | {"WAKER_PIN": PIN, "WAKER_LISTEN": "127.0.0.1:0"}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.stderr == ""
+    assert f"ok     paramiko       {paramiko.__version__}\n" in ended.stdout
 
 
 def test_without_paramiko_it_wakes_and_watches(lab: Homelab, tmp_path: Path) -> None:
@@ -527,11 +548,22 @@ def test_a_value_does_not_show_its_secret_when_it_is_printed(kind: str) -> None:
 
 
 def test_a_bug_is_logged_without_the_text_of_its_error() -> None:
-    """The text may quote a secret, as this one does."""
+    """The text may quote a secret, as this one does. The place is the innermost."""
     with pytest.raises(ValueError, match="horse") as caught:
-        int(PASSPHRASE)
+        Fraction(PASSPHRASE)
     line = waker.describe_bug(caught.value)
-    assert re.fullmatch(r"bug: ValueError, test_daemon\.py:\d+", line)
+    assert re.fullmatch(r"bug: ValueError, fractions\.py:\d+", line)
+
+
+def test_a_bug_in_an_unlock_is_logged_without_the_text_of_its_error(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "paramiko.py").write_text(f"raise ValueError({PASSPHRASE!r})")
+    machine = Initrd(tmp_path, Disks({}), public_line(new_key())).machine()
+    settings = machine.settings() | {"PYTHONPATH": str(tmp_path)}
+    ended = run_waker("unlock", settings=settings, given=PASSPHRASE)
+    assert ended.stderr == "bug: ValueError, paramiko.py:1\n"
+    assert (ended.returncode, ended.stdout) == (70, "")
 
 
 # ---- `waker unlock` by hand ----------------------------------------------------------
@@ -547,6 +579,36 @@ def test_unlock_by_hand_takes_utf8_in_any_locale(tmp_path: Path) -> None:
         ended = run_waker(*command, settings=locale, given=f"{PASSPHRASE}\n")
         assert initrd.received() == [PASSPHRASE.encode()]
     assert ended.returncode == 0
+
+
+def test_unlock_by_hand_takes_a_passphrase_that_comes_in_pieces(tmp_path: Path) -> None:
+    """Nobody needs to read its output to the end."""
+    given = PASSPHRASE.encode()
+    middle = given.index(b"\xa4")  # within a character
+    with (
+        paramiko_server(tmp_path, Disks(ONE, slow=1)) as initrd,
+        subprocess.Popen(
+            [*MODULE, "unlock"],
+            cwd=CHECKOUT,
+            env=environment(initrd.machine().settings()),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as child,
+    ):
+        stdin, stdout, stderr = child.stdin, child.stdout, child.stderr
+        assert stdin
+        assert stdout
+        assert stderr
+        os.write(stdin.fileno(), given[:middle])
+        unread = bytes(4)
+        wait_for(lambda: fcntl.ioctl(stdin, termios.FIONREAD, unread) == unread)
+        os.write(stdin.fileno(), given[middle:])
+        stdin.close()
+        assert stdout.readline() == b'{"sent": true}\n'
+        stdout.close()
+        assert (stderr.read(), child.wait(60)) == (b"", 0)
+        assert initrd.received() == [given]
 
 
 # Under nohup, ^C would be ignored.
@@ -588,3 +650,27 @@ def test_unlock_by_hand_says_what_is_wrong(
     os.close(its)
     assert json.loads(printed)["message"].startswith(message)
     assert (child.returncode, complaints) == (1, "")
+
+
+def test_a_passphrase_typed_at_the_prompt_is_not_shown(tmp_path: Path) -> None:
+    """It is taken as it is, spaces included."""
+    given = f" {PASSPHRASE} "
+    ours, its = os.openpty()
+    with paramiko_server(tmp_path, Disks({"d": given})) as initrd:
+        with subprocess.Popen(
+            ["sh", "-c", PROMPT, "sh", *MODULE, "unlock"],
+            cwd=CHECKOUT,
+            env=environment(initrd.machine().settings()),
+            stdin=its,
+            stdout=its,
+            stderr=its,
+        ) as child:
+            assert os.read(ours, 12) == b"Passphrase: "
+            os.write(ours, f"{given}\n".encode())
+            assert child.wait(60) == 0
+        assert initrd.received() == [given.encode()]
+    shown = os.read(ours, 4096)
+    os.close(ours)
+    os.close(its)
+    assert shown.startswith(b'\r\n{"sent": true}\r\n')
+    assert b"horse" not in shown

@@ -47,7 +47,12 @@ def test_a_start_takes_as_long_as_promised(figure: str, promised: float) -> None
         ("CLIENT_SECONDS", 10),
         ("DRAIN_SECONDS", 2),
         ("MAX_MEMORY", 64 * 1024 * 1024),
+        ("MAX_LOG_LINE", 1000),
     ],
 )
 def test_a_limit_is_as_promised(figure: str, promised: float) -> None:
     assert getattr(waker, figure) == promised
+
+
+def test_an_unlock_by_hand_has_90_seconds() -> None:
+    assert waker.parse_arguments(["unlock"]).seconds == 90

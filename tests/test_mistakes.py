@@ -126,6 +126,18 @@ MISTAKES = {
             "key.pem": PKCS8,
         },
     ),
+    "certificate's key with a passphrase": Mistake(  # nobody is asked for it
+        r"\AWAKER_TLS_CERT and WAKER_TLS_KEY must be a certificate and its private key,"
+        r" both PEM, not encrypted\n\Z",
+        TLS,
+        files={
+            "cert.pem": certificate(OWN, 2024, 2090),
+            "key.pem": OWN.private_bytes(
+                Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
+            ),
+        },
+        command="serve",
+    ),
     "whole network as proxy": Mistake(
         "- +proxy +any host in 192.168.1.0/24 could evade the limit on PIN attempts",
         {"WAKER_TRUSTED_PROXY": "192.168.1.0/24"},
@@ -267,6 +279,12 @@ MISTAKES = {
         banner="Not allowed at this time",
         status=1,
     ),
+    "OpenSSH that has too many connections": Mistake(
+        "- +initrd's port .* it refuses connections for now, so try again in a minute",
+        {"WAKER_INITRD_SSH_PORT": "{taken}"},
+        banner="Exceeded MaxStartups",
+        status=1,
+    ),
     "mail server at the shared port": Mistake(
         "WRONG +shared port .* this is not an SSH server",
         {"WAKER_INITRD_SSH_PORT": "{taken}", "WAKER_SYSTEM_SSH_PORT": "{taken}"},
@@ -348,6 +366,25 @@ def test_serve_reports_a_port_that_only_root_may_use() -> None:
     words = "port 1023 is for root only; set WAKER_LISTEN to a port above 1023"
     assert ended.stderr == f"WAKER_LISTEN: {words}\n"
     assert ended.returncode == 1
+
+
+def test_whoever_forgets_sudo_is_told(tmp_path: Path) -> None:
+    need_root()  # the command below loses its right to read any file
+    file = tmp_path / "waker.env"
+    file.write_text("WAKER_PIN=secret\n")
+    file.chmod(0)
+    rights = "--bounding-set=-dac_override,-dac_read_search"
+    ended = subprocess.run(
+        [need("setpriv"), rights, *MODULE, "--env-file", str(file), "check"],
+        cwd=CHECKOUT,
+        env=environment({}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    advice = "use sudo; for the service, keep the file in /etc/waker"
+    assert ended.stderr == f"{file} cannot be read; {advice}\n"
+    assert (ended.returncode, ended.stdout) == (WRONG_SETTING, "")
 
 
 def test_an_old_python_is_reported_before_anything_else() -> None:
