@@ -527,6 +527,34 @@ BREAKS = (
         'Passphrase(getpass.getpass("Passphrase: ").strip())',
         DAEMON + "typed",
     ),
+    Break(
+        4,
+        "a MAC address has no seventh pair",
+        r"(\1{pair}){{4}}",
+        r"(\1{pair}){{4,}}",
+        CONFIG + "wrong_value",
+    ),
+    Break(
+        4,
+        "`check` notices settings that others can write",
+        "    if file and file.stat().st_mode & 0o007:\n",
+        "    if file and file.stat().st_mode & 0o004:\n",
+        CHECK + "settings_that",
+    ),
+    Break(
+        4,
+        "what paramiko warns of is not shown",
+        '    warnings.simplefilter("ignore")  #',
+        "    pass  #",
+        CHECK + "broken_paramiko",
+    ),
+    Break(
+        4,
+        "an unlock by hand does not wait forever",
+        "            raise TimeoutError\n        part",
+        "            break\n        part",
+        DAEMON + "forever",
+    ),
     # ---- 5. API ----------------------------------------------------------------------
     Break(
         5,

@@ -69,8 +69,12 @@ def test_a_machine_that_is_off_is_not_wrong(lab: Homelab, tmp_path: Path) -> Non
     [
         ("import no_such_six", "No module named 'no_such_six'"),
         ("import os; os.TripleDES", "module 'os' has no attribute 'TripleDES'"),
+        (
+            "import warnings; warnings.warn('deprecated')",  # which is not shown
+            "module 'paramiko' has no attribute '__version__'",
+        ),
     ],
-    ids=["module", "attribute"],
+    ids=["module", "attribute", "empty"],
 )
 def test_a_broken_paramiko_is_wrong(tmp_path: Path, module: str, reason: str) -> None:
     """By itself it makes the command fail."""
@@ -98,6 +102,16 @@ def test_one_thing_that_is_wrong_is_enough_to_fail(
     wrong = [thing for thing, seen in table.items() if seen.startswith("WRONG")]
     assert (status, wrong) == (1, ["configuration"])
     assert [*table][-1] != "configuration"
+
+
+@pytest.mark.parametrize("mode", [0o602, 0o604], ids=["writable", "readable"])
+def test_settings_that_are_open_to_others_are_wrong(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "waker.env"
+    file.touch()
+    file.chmod(mode)
+    config = waker.read_config(BASE, tmp_path)
+    problem = f"{file} is open to others; chmod 600 {file}"
+    assert next(waker.check(config, file)) == ("configuration", problem, "WRONG")
 
 
 DIGITS = "- digits only: enough behind a VPN, not on the internet"

@@ -136,6 +136,7 @@ WRONG = {
     "MAC with a g": ("HOMELAB_MAC", "52:54:00:12:34:5g", MAC),
     "MAC with a newline": ("HOMELAB_MAC", "52:54:00:12:34:56\n", MAC),
     "MAC of five": ("HOMELAB_MAC", "52:54:00:12:34", MAC),
+    "MAC of seven": ("HOMELAB_MAC", "52:54:00:12:34:56:78", MAC),
     "MAC of zeros": ("HOMELAB_MAC", "00:00:00:00:00:00", MAC),
     "group MAC": ("HOMELAB_MAC", "01:00:5e:00:00:01", MAC),
     "name as host": ("HOMELAB_HOST", "nas.lan", HOST),

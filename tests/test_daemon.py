@@ -611,6 +611,21 @@ def test_unlock_by_hand_takes_a_passphrase_that_comes_in_pieces(tmp_path: Path) 
         assert initrd.received() == [given]
 
 
+def test_unlock_by_hand_does_not_wait_forever() -> None:
+    """The shortest limit of the command would be 6 s."""
+    script = "import waker; print(waker.unlock_once(None, 1).message)"
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=CHECKOUT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stdout
+        printed = child.stdout.read()
+    assert printed == f"no passphrase was entered within 1 s. {NOT_SENT}\n"
+
+
 # Under nohup, ^C would be ignored.
 PROMPT = 'exec setsid --ctty env --default-signal=INT "$@"'
 FORM = "a passphrase is 1 to 512 bytes of UTF-8 without control characters"
