@@ -2456,6 +2456,13 @@ BREAKS = (
     ),
     Break(
         9,
+        "an idle daemon does not wake up",
+        "target=server.serve_forever, args=(None,))",
+        "target=server.serve_forever)",
+        DAEMON + "wake_up",
+    ),
+    Break(
+        9,
         "a line of the log is written at once",
         "MAX_LOG_LINE: Final = 1000",
         "MAX_LOG_LINE: Final = 5000",

@@ -85,6 +85,21 @@ def test_a_wrong_argument_is_refused(argument: str) -> None:
     assert run_waker(argument).returncode == 2
 
 
+def test_an_idle_daemon_does_not_wake_up() -> None:
+    with daemon(MACHINE) as started:
+        tasks = Path(f"/proc/{started.process.pid}/task")
+
+        def count_wakeups() -> int:
+            counts = []
+            for pause in (1.2, 0):  # seconds
+                text = "".join(path.read_text() for path in tasks.glob("*/status"))
+                counts.append(sum(map(int, re.findall(r"(?m)^vol.*:\s+(\d+)$", text))))
+                time.sleep(pause)
+            return counts[1] - counts[0]
+
+        wait_for(count_wakeups, lambda count: count == 0, seconds=20)
+
+
 def test_it_runs_where_limits_are_lower_already() -> None:
     need_root()  # the command below loses its right to raise them
     low = "--core=0:0", "--data=66000000:66000000"
