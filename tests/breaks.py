@@ -1490,7 +1490,7 @@ BREAKS = (
     ),
     Break(
         7,
-        "a second disk has 15 s to ask",
+        "a second disk does not have as long as the first",
         "            seconds = NEXT_PROMPT_SECONDS\n",
         "",
         UNLOCK + "15_seconds",
@@ -2456,13 +2456,6 @@ BREAKS = (
     ),
     Break(
         9,
-        "an idle daemon does not wake up",
-        "target=server.serve_forever, args=(None,))",
-        "target=server.serve_forever)",
-        DAEMON + "wake_up",
-    ),
-    Break(
-        9,
         "a line of the log is written at once",
         "MAX_LOG_LINE: Final = 1000",
         "MAX_LOG_LINE: Final = 5000",
@@ -2821,6 +2814,14 @@ BREAKS = (
         "if (mine > counted && token) receive(next);",
         "if (token) receive(next);",
         PAGE + "an_older_answer",
+        "ui.html",
+    ),
+    Break(
+        8,
+        "an answer that is not waker's is none",
+        "lost: !answer?.error });",
+        "lost: false });",
+        PAGE + "proxys_own",
         "ui.html",
     ),
     Break(

@@ -459,9 +459,16 @@ def test_a_network_that_is_back_is_used_at_once(api: Client, phone: Phone) -> No
         phone.page.context.set_offline(False)
 
 
-def test_a_proxys_own_error_is_no_answer(api: Client, phone: Phone) -> None:
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [("text/html", "<h1>Bad gateway</h1>"), ("application/json", '{"code": 502}')],
+    ids=["HTML", "JSON"],
+)
+def test_a_proxys_own_error_is_no_answer(
+    api: Client, phone: Phone, kind: str, body: str
+) -> None:
     def fail(route: Route) -> None:
-        route.fulfill(status=502, content_type="text/html", body="<h1>Bad gateway</h1>")
+        route.fulfill(status=502, content_type=kind, body=body)
 
     phone.tell("off").open(api).give_pin().sees("off")
     phone.page.route("**/api/start", fail)
