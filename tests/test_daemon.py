@@ -85,21 +85,6 @@ def test_a_wrong_argument_is_refused(argument: str) -> None:
     assert run_waker(argument).returncode == 2
 
 
-def test_an_idle_daemon_does_not_wake_up() -> None:
-    with daemon(MACHINE) as started:
-        tasks = Path(f"/proc/{started.process.pid}/task")
-
-        def count_wakeups() -> int:
-            counts = []
-            for pause in (1.2, 0):  # seconds
-                text = "".join(path.read_text() for path in tasks.glob("*/status"))
-                counts.append(sum(map(int, re.findall(r"(?m)^vol.*:\s+(\d+)$", text))))
-                time.sleep(pause)
-            return counts[1] - counts[0]
-
-        wait_for(count_wakeups, lambda count: count == 0, seconds=20)
-
-
 def test_it_runs_where_limits_are_lower_already() -> None:
     need_root()  # the command below loses its right to raise them
     low = "--core=0:0", "--data=66000000:66000000"
@@ -457,6 +442,14 @@ def test_an_unlocking_process_that_cannot_start_has_sent_nothing(
     assert result == waker.Result("error", sent=False, message=f"{reason}. {NOT_SENT}")
 
 
+def is_connected(pid: int) -> bool:
+    """Tell whether a process has a socket."""
+    with contextlib.suppress(FileNotFoundError):  # it has just closed one
+        files = Path(f"/proc/{pid}/fd").iterdir()
+        return any("socket:" in str(path.readlink()) for path in files)
+    return False
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGHUP], ids=["interrupt", "hang-up"]
 )
@@ -468,7 +461,8 @@ def test_a_running_unlock_survives_its_terminal(tmp_path: Path, number: int) -> 
             client = started.client.log_in()
             with ThreadPoolExecutor() as pool:
                 answer = pool.submit(client.unlock)
-                wait_for_child(started.process.pid)
+                child = wait_for_child(started.process.pid)
+                wait_for(lambda: is_connected(child))  # it has read the passphrase
                 os.killpg(started.process.pid, number)
                 wait_for(initrd.received)
             if number == signal.SIGINT:
