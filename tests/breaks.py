@@ -1736,6 +1736,13 @@ BREAKS = (
     ),
     Break(
         8,
+        "no doubt about disks that were open already",
+        'confirmed = result.outcome != "not_confirmed"',
+        'confirmed = result.outcome == "unlocked"',
+        START + "only_an_unconfirmed",
+    ),
+    Break(
+        8,
         "a start that ends with doubt says so",
         'Phase.FAILED, "not_up", f"{message} The system',
         'Phase.FAILED, "not_up", f"{result.message} The system',

@@ -404,11 +404,18 @@ def test_an_unlock_is_not_doubted_once_the_initrd_has_ended(tmp_path: Path) -> N
     [
         (Disks(ONE), f"Unlocked: d. {SLOW}"),
         (
+            Disks({}),
+            (
+                "no passphrase is needed: all disks seem to be open. "
+                f"The passphrase was not sent. {SLOW}"
+            ),
+        ),
+        (
             Disks({"d": "another"}, dies="hangs up"),
             f"{DOUBT.removeprefix('not_confirmed: ')} {SLOW}",
         ),
     ],
-    ids=["confirmed", "not confirmed"],
+    ids=["confirmed", "already open", "not confirmed"],
 )
 def test_only_an_unconfirmed_unlock_is_doubted(
     tmp_path: Path, disks: Disks, end: str
