@@ -296,6 +296,12 @@ class Daemon:
             time.sleep(pause)
         return (used[1] - used[0]) / os.sysconf("SC_CLK_TCK") / seconds
 
+    def count_naps(self) -> int:
+        """Return how often its threads have waited for something."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/status")
+        shown = "".join(path.read_text() for path in tasks)
+        return sum(map(int, re.findall(r"(?m)^voluntary_ctxt_switches:\t(\d+)", shown)))
+
     def stop(self) -> int:
         """Send SIGTERM; returns the exit status, and completes the log."""
         self.process.terminate()

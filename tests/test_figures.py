@@ -1,4 +1,4 @@
-"""Figures that README, docs and DESIGN promise, as numbers.
+"""Figures that README and docs promise, as numbers.
 
 A test that compares with the program's own constant cannot notice that it changed.
 """

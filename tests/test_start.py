@@ -230,7 +230,15 @@ def test_an_early_initrd_is_asked_again(tmp_path: Path) -> None:
         assert initrd.received() == []
         Disks(ONE).save(initrd.state)
         assert wait_until(client, "booting") == "unlocked: Unlocked: d."
+
+
+def test_a_start_forgets_the_passphrase_before_it_waits_for_the_system(
+    tmp_path: Path,
+) -> None:
+    with starting(tmp_path, Disks(ONE)) as (client, _):
+        wait_until(client, "booting")
         wait_for(is_forgotten)
+        assert shown(client)["phase"] == "booting"
 
 
 def test_a_running_system_is_not_taken_for_its_initrd(tmp_path: Path) -> None:
