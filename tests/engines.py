@@ -123,6 +123,15 @@ class WebKit:
 
 
 @contextlib.contextmanager
+def drive(driver: str, env: dict[str, str], log: Path) -> Iterator[WebKit]:
+    port = free_port()
+    command = ["stdbuf", "-oL", driver, f"--port={port}"]
+    with process(command, env=env, stderr=subprocess.DEVNULL):
+        wait_for(lambda: answers(port))
+        yield WebKit(port, env, log)
+
+
+@contextlib.contextmanager
 def webkit(folder: Path, *, dark: bool = False) -> Iterator[Engine]:
     driver = need("WebKitWebDriver")
     if not Path("/usr/lib/python3/dist-packages/gi").exists():
@@ -134,11 +143,12 @@ def webkit(folder: Path, *, dark: bool = False) -> Iterator[Engine]:
             "SCHEME": "dark" if dark else "light",
             "WEBKIT_DISABLE_SANDBOX_THIS_IS_DANGEROUS": "1",
         }
-        port = free_port()
-        command = ["stdbuf", "-oL", driver, f"--port={port}"]
-        with process(command, env=env, stderr=subprocess.DEVNULL):
-            wait_for(lambda: answers(port))
-            yield WebKit(port, env, log)
+        with contextlib.ExitStack() as stack:
+            try:
+                engine = stack.enter_context(drive(driver, env, log))
+            except TimeoutError:  # sometimes it never reaches its window
+                engine = stack.enter_context(drive(driver, env, log))
+            yield engine
 
 
 class Firefox:
