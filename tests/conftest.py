@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import re
@@ -67,8 +68,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the last files: test_unlock.py and test_start.py take longest."""
-    items.reverse()
+    """Mix the files: the tests of some mostly wait, and those of others compute."""
+    share: dict[pytest.Item, float] = {}
+    for _, file in itertools.groupby(items, lambda item: item.path):
+        tests = list(file)
+        share |= {test: n / len(tests) for n, test in enumerate(tests)}
+    # A file's last tests come first, because the longest are among them.
+    items.sort(key=share.__getitem__, reverse=True)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -181,7 +181,7 @@ def status_of(tcp: socket.socket) -> int:
     return status
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[Client]:
     """A client of a daemon that has no machine."""
     with running(waker.read_config(MACHINE | {"WAKER_PIN": PIN}, Path())) as client:
@@ -801,7 +801,7 @@ def test_attempts_are_counted_for_the_client_that_the_proxy_saw(
 # ---- HTTPS ---------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
     return new_certificate(tmp_path_factory.mktemp("certificate"))
 
