@@ -78,8 +78,10 @@ OWN = Ed25519PrivateKey.generate()
 PUBLIC = OWN.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
 PKCS8 = OWN.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 UNPINNED = {"WAKER_SSH_HOST_KEY": ""}
-LOCKED = OWN.private_bytes(
-    Encoding.PEM, PrivateFormat.OpenSSH, BestAvailableEncryption(b"secret")
+LOCKED = OWN.private_bytes(  # one round: each process of pytest makes this key
+    Encoding.PEM,
+    PrivateFormat.OpenSSH,
+    PrivateFormat.OpenSSH.encryption_builder().kdf_rounds(1).build(b"secret"),
 )
 HALVES = SERVER_KEY[:40], SERVER_KEY[40:]
 TLS = {"WAKER_TLS_CERT": "cert.pem", "WAKER_TLS_KEY": "key.pem"}
