@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --disable-pip-version-check
 PYTEST_ARGS ?=
 # More than there are processors, because most tests mostly wait.
-PARALLEL := --numprocesses 10 --maxschedchunk 1
+PARALLEL := --numprocesses 10 --dist loadgroup
 # Tests start hundreds of processes, which should not compile everything again.
 export PYTHONDONTWRITEBYTECODE :=
 INIT ?= $(if $(wildcard /etc/rc.common),procd,systemd)

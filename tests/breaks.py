@@ -3479,7 +3479,7 @@ def main(words: Sequence[str]) -> int:
         print("no row has these words")
         return 2
     files = sorted({f"tests/{row.tests.split()[0]}" for row in rows})
-    if pytest(CHECKOUT, "-n", "10", "--maxschedchunk", "1", *files).returncode:
+    if pytest(CHECKOUT, "-n", "10", "--dist", "loadgroup", *files).returncode:
         print("a test fails on the unbroken program; run make test first")
         return 2
     survivors = 0

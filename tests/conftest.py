@@ -75,6 +75,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         share |= {test: n / len(tests) for n, test in enumerate(tests)}
     # A file's last tests come first, because the longest are among them.
     items.sort(key=share.__getitem__, reverse=True)
+    # Three browsers will do: one in each process of pytest would take longer to start.
+    for n, test in enumerate(i for i in items if i.path.name == "test_page.py"):
+        test.add_marker(pytest.mark.xdist_group(f"browser {n % 3}"))
 
 
 @pytest.hookimpl(wrapper=True)
