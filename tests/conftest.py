@@ -67,6 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--screenshots", help="folder for pictures of the page")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mix the files: the tests of some mostly wait, and those of others compute."""
     share: dict[pytest.Item, float] = {}
