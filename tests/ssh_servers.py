@@ -18,7 +18,7 @@ from pathlib import Path
 
 import cryptroot_unlock
 import paramiko
-from conftest import PASSPHRASE, need, need_root, run_waker, wait_for
+from conftest import PASSPHRASE, is_open, need, need_root, run_waker, wait_for
 from cryptroot_unlock import Disks
 from homelab import DROPBEAR, SshServer, bind, new_key, public_line
 
@@ -55,7 +55,7 @@ class Initrd:
         is_expected = '[ "$SSH_ORIGINAL_COMMAND" = cryptroot-unlock ]'
         self.forced = f"{is_expected} && exec {self.command}"
 
-    def machine(self) -> waker.Machine:
+    def machine(self) -> "waker.Machine":
         return waker.Machine(
             host="127.0.0.1",
             dialect=waker.DIALECTS[0],
@@ -77,10 +77,7 @@ def process(port: int, script: str, *options: str) -> Iterator[None]:
     command = [need("unshare"), "--mount", *options, "sh", "-ec", script]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
-            is_open = waker.PortState.OPEN, ""
-            wait_for(
-                lambda: waker.probe_port("127.0.0.1", port) == is_open or server.poll()
-            )
+            wait_for(lambda: is_open("127.0.0.1", port) or server.poll() is not None)
             assert server.poll() is None, server.communicate()[1]
             yield
         finally:
@@ -167,7 +164,7 @@ def tcp_server(serve: Serve) -> Iterator[int]:
 
 def machine_at(
     folder: Path, port: int, host_key: paramiko.PKey = HOST_KEY
-) -> waker.Machine:
+) -> "waker.Machine":
     """Describe a machine whose SSH server listens on `port`; pin `host_key`."""
     initrd = Initrd(folder, Disks({}), public_line(host_key))
     return initrd.machine()._replace(initrd_port=port, system_port=port)
@@ -176,7 +173,7 @@ def machine_at(
 # ---- The unlock ----------------------------------------------------------------------
 
 
-def unlock(machine: waker.Machine, given: str = PASSPHRASE, seconds: int = 60) -> str:
+def unlock(machine: "waker.Machine", given: str = PASSPHRASE, seconds: int = 60) -> str:
     """Run `waker.py unlock` as the daemon does; returns the outcome and the message."""
     limit = f"--seconds={seconds}"
     child = run_waker("unlock", limit, settings=machine.settings(), given=given)
