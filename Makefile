@@ -84,7 +84,7 @@ uninstall: ## remove the service, but not its settings and keys; PREFIX=, DESTDI
 
 test: $(VENV)/done ## run all tests, or T=tests/test_wake.py, or T='-k broadcast'
 ifdef T
-	$(BIN)/python -m pytest --numprocesses 4 $(PYTEST_ARGS) $(T)
+	$(BIN)/python -m pytest --numprocesses 9 --maxschedchunk 1 $(PYTEST_ARGS) $(T)
 else
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 endif
@@ -112,8 +112,9 @@ test-unstable: $(VENV)/done ## unlock today's Debian unstable in QEMU, as root
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/vm/unstable.py
 
 test-paramiko: $(VENV)/done ## test what uses paramiko; PARAMIKO=2.12.0
-	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS) tests/test_unlock.py \
-		tests/test_hostile.py tests/test_check.py tests/test_openwrt.py
+	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS) tests/test_promises.py \
+		tests/test_unlock.py tests/test_hostile.py tests/test_check.py \
+		tests/test_openwrt.py
 
 bench: $(VENV)/done dist/waker ## compare waker with an empty server and ssh, as root
 	$(BIN)/python tests/bench.py
