@@ -682,13 +682,15 @@ def test_a_packet_that_cannot_be_sent_is_an_error(home: Home) -> None:
 
 def test_all_mistakes_are_reported_together_and_no_value(tmp_path: Path) -> None:
     file = tmp_path / "waker.env"
-    file.write_text("WAKER_PIN=s3crt\nWAKER_HOMELAB_MAC=\nWAKER_SSH_USER='s3 crt'\n")
+    file.write_text(
+        "WAKER_PIN=s3crt\nWAKER_HOMELAB_MAC=\nWAKER_INITRD_SSH_PORT='s3crt'\n"
+    )
     settings = {"WAKER_LISTEN": "s3crt", "WAKER_HOMELAB_NAM": "s3crt"}
     for command in ((), ("serve",), ("check",)):
         ended = run("--env-file", str(file), *command, settings=settings)
         assert (ended.returncode, ended.stdout) == (78, "")
         names = {line.split()[0] for line in ended.stderr.splitlines()}
-        wrong = "PIN HOMELAB_MAC HOMELAB_HOST SSH_USER LISTEN HOMELAB_NAM"
+        wrong = "PIN HOMELAB_MAC HOMELAB_HOST INITRD_SSH_PORT LISTEN HOMELAB_NAM"
         assert names == {f"WAKER_{name}" for name in wrong.split()}
         assert "s3" not in ended.stderr
 
@@ -697,16 +699,15 @@ WRONG = {
     "PIN": ("2468101", " 24681012", "x" * 129),
     "HOMELAB_MAC": ("52:54:00:12:99", "00:00:00:00:00:00", "01:00:5e:00:00:01"),
     "HOMELAB_HOST": ("nas.lan", "192.0.2.256", "fe80::1%eth0"),
-    "HOMELAB_BROADCAST": ("::1", "192.0.2", "all"),
-    "INITRD_SSH_PORT": ("65536", "00222", "by name"),
+    "HOMELAB_BROADCAST": ("::2", "192.0.2", "all"),
+    "INITRD_SSH_PORT": ("65536", "-2222", "by name"),
     "SYSTEM_SSH_PORT": ("65537", "-22", "22.0"),
-    "SSH_USER": ("two words", "b\u00e4r", "x" * 65),
     "SSH_HOST_KEY": (
         "SHA256:c5CSjps6Y5OSk8aY",
         OTHER_KEY[:-4],
         f"@revoked {OTHER_KEY}",
     ),
-    "LISTEN": ("8099", "::1:8099", "127.0.0.9:65536"),
+    "LISTEN": ("8099", "127.0.0:8099", "127.0.0.9:65536"),
     "TRUSTED_PROXY": ("nginx", "192.0.2.1/24", "192.0.2.1;192.0.2.2"),
 }
 
@@ -765,7 +766,7 @@ def test_without_any_setting_the_usual_file_is_read(tmp_path: Path) -> None:
     """In a mount namespace, where a folder of the test replaces /etc."""
     need_root()
     tmp_path.joinpath("waker").mkdir()
-    tmp_path.joinpath("waker/waker.env").write_text("WAKER_SSH_USER=two words\n")
+    tmp_path.joinpath("waker/waker.env").write_text("WAKER_INITRD_SSH_PORT=two words\n")
     script = 'mount --bind "$0" /etc && exec "$@"'
     ended = subprocess.run(
         [*("unshare", "--mount", "sh", "-c", script), tmp_path, sys.executable, WAKER],
@@ -775,7 +776,7 @@ def test_without_any_setting_the_usual_file_is_read(tmp_path: Path) -> None:
         check=False,
     )
     assert ended.returncode == 78
-    assert "WAKER_SSH_USER" in ended.stderr
+    assert "WAKER_INITRD_SSH_PORT" in ended.stderr
 
 
 def test_help_names_each_setting_and_version_the_version() -> None:
@@ -839,23 +840,27 @@ def test_check_says_what_is_right_and_sends_nothing(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("settings", "status", "words"),
     [
-        ({"SSH_HOST_KEY": ""}, 0, "WAKER_SSH_HOST_KEY=ssh-ed25519 AAAA"),
-        ({"SSH_HOST_KEY": OTHER_KEY}, 1, "WRONG.*host key.*SHA256:.*SHA256:"),
-        ({"SSH_USER": "nobody"}, 1, "WRONG.*login.*SHA256:.*nobody"),
-        ({"PIN": "24681012"}, 0, "PIN.*digits"),
-        ({"LISTEN": "203.0.113.9:8080"}, 1, "WRONG.*203.0.113.9"),
-        ({"SSH_KEY": "/nowhere"}, 78, "WAKER_SSH_KEY /nowhere.*ssh-keygen"),
+        (
+            {"PIN": "24681012", "SSH_HOST_KEY": ""},
+            *(0, ["PIN.*digits", "WAKER_SSH_HOST_KEY=ssh-ed25519 AAAA"]),
+        ),
+        (
+            {"LISTEN": "203.0.113.9:8080", "SSH_HOST_KEY": OTHER_KEY},
+            *(1, ["WRONG.*203.0.113.9", "WRONG.*host key.*SHA256:.*SHA256:"]),
+        ),
+        ({"SSH_USER": "nobody"}, 1, ["WRONG.*login.*SHA256:.*nobody"]),
+        ({"SSH_KEY": "/nowhere"}, 78, ["WAKER_SSH_KEY /nowhere"]),
     ],
-    ids=["not pinned", "another key", "not let in", "digits", "address", "key file"],
+    ids=["hints", "wrong", "not let in", "wrong setting"],
 )
 def test_check_says_what_to_mend(
-    machine: Machine, settings: dict[str, str], status: int, words: str
+    machine: Machine, settings: dict[str, str], status: int, words: list[str]
 ) -> None:
-    machine.ask()
     own = {"PIN": PIN, "LISTEN": "127.0.0.1:0"} | settings
-    ended = run("check", settings=machine.settings(**own))
+    ended = run("check", settings=machine.ask().settings(**own))
     assert ended.returncode == status
-    assert re.search(words, ended.stdout + ended.stderr)
+    for each in words:
+        assert re.search(each, ended.stdout + ended.stderr)
 
 
 def test_check_shows_no_control_characters(machine: Machine) -> None:
@@ -928,11 +933,10 @@ def systemd(outcome: str, words: str, *lines: str) -> Unlock:
     return Unlock(script, outcome, lines.count("asks"), words, SYSTEMD)
 
 
+# REACHED, below, has more of them.
 ONCE = "[ -e root.open ] && exit; echo >root.open"
 UNLOCKS = {
-    "right": Unlock("disk root", "unlocked", 1, "root"),
     "two disks": Unlock("disk root; disk data", "unlocked", 2, "root.*data"),
-    "wrong": Unlock("asks root; take; rejects", "wrong_passphrase", 1, "root"),
     "wrong for the second of two": Unlock(
         "disk root; asks data; take; rejects", "wrong_passphrase", 2, "data.*root"
     ),
@@ -940,18 +944,14 @@ UNLOCKS = {
         "asks root; take; echo cryptsetup: maximum number of tries exceeded for root",
         *("wrong_passphrase", 1, "root"),
     ),
-    "all open": Unlock("", "already_open", 0, "open"),
-    "too early": Unlock("echo Try again later; exit 1", "not_asked"),
     "nothing asks": Unlock(
         "echo Error: Timeout reached while waiting for askpass. >&2; exit 1",
         "not_asked",
     ),
     "ends before it asks": Unlock("exit 1", "not_asked"),
-    "hangs up before it asks": Unlock("kill -9 $PPID", "not_asked", 0, "lost"),
-    "no command": Unlock("exit 127", "error", 0, "command"),
+    "hangs up before it asks": Unlock("kill -9 $PPID", "not_asked"),
     "not executable": Unlock("exit 126", "error", 0, "command"),
     "succeeds without a word": Unlock("asks root; take", "not_confirmed", 1),
-    "fails without a word": Unlock("asks root; take; exit 1", "not_confirmed", 1),
     "slow key derivation": Unlock(
         "asks root; take; echo Error: Timeout reached while waiting for PID 9.; exit 1",
         *("not_confirmed", 1),
@@ -974,7 +974,6 @@ UNLOCKS = {
     ),
     "systemd, wrong": systemd("wrong_passphrase", "root.*give up", "asks", "wrong"),
     "systemd, all open": systemd("already_open", "open", "open"),
-    "systemd, gave up": systemd("gave_up", "restart", "gave up"),
     "systemd, gives up": systemd("gave_up", "restart", "asks", "gave up"),
     "systemd, booted": systemd("up", "up", "booted"),
     "systemd, cannot": systemd("error", "", "cannot"),
@@ -1039,7 +1038,7 @@ def test_a_stranger_gets_neither_login_nor_passphrase(machine: Machine) -> None:
         ({"SSH_HOST_KEY": ""}, "error", "pinned"),
         ({"INITRD_SSH_PORT": "closed"}, "not_asked", "refused"),
         ({"INITRD_SSH_PORT": "not SSH"}, "not_asked", "SSH"),
-        ({"INITRD_SSH_PORT": "silent"}, "not_asked", "answer"),
+        ({"INITRD_SSH_PORT": "silent"}, "not_asked", ""),
     ],
     ids=["key refused", "not pinned", "closed", "not SSH", "silent"],
 )
@@ -1126,7 +1125,10 @@ def test_it_is_reported_that_the_passphrase_is_sent_before_it_is(
 
 
 class Reach(NamedTuple):
-    """An initrd, the answer of POST /api/unlock, and where a start gets."""
+    """An initrd, the answer of POST /api/unlock, and where a start gets.
+
+    A failed start is forgotten once the system is up, but not an alarm.
+    """
 
     script: str
     status: int
@@ -1180,9 +1182,15 @@ def test_each_outcome_reaches_the_client_and_the_status(
         is_sent = bool(machine.received())
         assert (start["outcome"], start["sent"]) == (row.outcome, is_sent)
         assert re.search(row.says, start["message"])
-    if row.outcome == "not_asked":
-        tries = machine.folder.joinpath("commands").read_text().splitlines()
-        assert len(tries) > 1
+        if row.outcome == "not_asked":
+            tries = machine.folder.joinpath("commands").read_text().splitlines()
+            assert len(tries) > 1
+        if row.phase == "failed":
+            machine.show(CLOSED, OPEN)
+            seen = wait_for(client.status, lambda now: now["state"] == "up", pause=0.2)
+            # Any listener could open the port, and erase an alarm.
+            is_alarm = row.outcome == "host_key_differs"
+            assert (seen["start"] is not None) == is_alarm
 
 
 def test_an_unlock_shows_no_secret_and_leaves_nothing(machine: Machine) -> None:
@@ -1287,7 +1295,8 @@ def test_a_start_wakes_unlocks_and_watches_until_the_system_is_up(
         machine.show(CLOSED, CLOSED).show(CLOSED, OPEN)
         start = wait_until(client, "done")
         assert (start["outcome"], start["sent"]) == ("up", True)
-        assert re.search("root.*system is up", start["message"])
+        assert "root" in start["message"]
+        assert "system is up" in start["message"]
         times = start["times"]
         assert [*times] == ["waking", "unlocking", "booting", "done"]
         assert [*times.values()] == sorted(times.values())
@@ -1410,24 +1419,6 @@ def test_a_cancel_sends_nothing_or_keeps_what_was_reported(
             assert re.search(words, "\n".join(started.log))
         assert is_gone(child)
     assert machine.received() == [RIGHT] * is_sent
-
-
-def test_a_failed_start_is_forgotten_once_up_but_an_alarm_is_not(
-    machine: Machine,
-) -> None:
-    """Any listener could open the port, and erase the alarm."""
-    for is_known in (True, False):
-        machine.ask("asks root; take; rejects")
-        settings = machine.settings()
-        if not is_known:
-            settings["WAKER_SSH_HOST_KEY"] = OTHER_KEY
-        with daemon(settings, program=shortened(machine.folder)) as started:
-            client = started.client.log_in()
-            client.start()
-            wait_until(client, "failed")
-            machine.show(CLOSED, OPEN)
-            status = wait_for(client.status, lambda now: now["state"] == "up")
-            assert (status["start"] is None) == is_known
 
 
 def test_a_start_is_forgotten_after_an_hour(machine: Machine) -> None:
@@ -1557,7 +1548,7 @@ def memory(pid: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "sources", [["127.0.0.1"] * 300, places(1, 300)], ids=["one address", "many"]
+    "sources", [["127.0.0.1"] * 150, places(1, 150)], ids=["one address", "many"]
 )
 def test_slow_clients_keep_nobody_out_and_fill_no_memory(sources: list[str]) -> None:
     """They have sent almost a whole head. The owner is at another address."""
@@ -1614,8 +1605,8 @@ def test_a_log_that_nobody_reads_stops_nothing() -> None:
     with daemon(MACHINE) as started:
         client, log = started.client, started.process.stderr
         assert log
-        for _ in range(300):  # lines of about 300 bytes; a pipe has 65,536
-            assert client.call("GET", f"/{'x' * 300}").status == 404
+        for _ in range(90):  # lines of about 900 bytes; a pipe has 65,536
+            assert client.call("GET", f"/{'x' * 900}").status == 404
         log.close()
         client.log_in()
         started.process.terminate()
@@ -1765,7 +1756,7 @@ def test_a_step_of_the_clock_discards_no_verdict(machine: Machine) -> None:
     library, stepped = machine.folder / "clock.so", machine.folder / "stepped"
     compile_clock = [need("gcc"), "-shared", "-fPIC", "-o", str(library), "-xc", "-"]
     subprocess.run(compile_clock, input=CLOCK, text=True, check=True)
-    machine.ask(SLOWLY.replace("take;", "take; echo >stepped;"))
+    machine.ask(SLOWLY.replace("sleep 1", "sleep 1; echo >stepped; sleep 0.5"))
     clock = {"LD_PRELOAD": str(library), "STEPPED": str(stepped)}
     ended = run("unlock", settings=machine.settings() | clock, given=PASSPHRASE)
     assert stepped.exists()
