@@ -13,6 +13,7 @@ import json
 import os
 import py_compile
 import re
+import resource
 import select
 import shlex
 import shutil
@@ -961,7 +962,7 @@ UNLOCKS = {
         f"{ONCE}; asks root; take; opens data; exit 1", "not_confirmed", 1
     ),
     "opens before it asks": Unlock(
-        f"{ONCE}; opens root; asks root; take; exit 1", "not_confirmed", 1
+        f"{ONCE}; opens root 2>&1; asks root; take; exit 1", "not_confirmed", 1
     ),
     "opens before it is answered": Unlock(
         f"{ONCE}; asks root | sed 'a cryptsetup: root set up successfully'; take",
@@ -1627,6 +1628,21 @@ def test_the_log_has_a_line_for_each_event_and_names_the_client() -> None:
     assert re.search(r"ip=127\.0\.0\.1 .*404", log)
     assert log.isascii()
     assert log.replace("\n", " ").isprintable()
+
+
+def test_without_a_free_descriptor_it_waits_for_one() -> None:
+    """And keeps no processor busy meanwhile."""
+    with daemon(MACHINE) as started:
+        pid, client = started.process.pid, started.client
+        usual = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (started.uses()[1], usual[1]))
+        with knock(client, GET + b"\r\n") as tcp:
+            begun = started.count_naps()
+            wait_for(lambda: started.count_naps() > begun + 5)  # between attempts
+            assert started.busy(1) < 0.3
+            assert not select.select([tcp], [], [], 0)[0]
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, usual)
+            assert answer_on(tcp).status == 200
 
 
 def test_an_idle_daemon_does_not_wake_up() -> None:
