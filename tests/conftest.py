@@ -353,6 +353,7 @@ def run_waker(
         capture_output=True,
         text=True,
         check=False,
+        timeout=120,  # seconds; an unlock takes at most 60
     )
 
 

@@ -1,4 +1,4 @@
-"""What a user would miss if it were gone, seen from outside: no redesign may break it.
+"""What users would miss, seen from outside. Whatever changes inside, this must hold.
 
 waker.py runs as a program here. The tests know its settings, commands, output and
 answers, but import nothing from it. Only LIMITS, below, quotes it.
@@ -45,6 +45,7 @@ from conftest import (
     make,
     need,
     need_root,
+    run_waker,
     wait_for,
     wait_for_child,
 )
@@ -62,7 +63,7 @@ OTHER_KEY = (  # which no initrd has
 )
 Command = tuple[str, ...]
 
-# ---- What version 3 may change: DESIGN.md names it -----------------------------------
+# ---- What version 3 changes ----------------------------------------------------------
 
 # A limit that takes minutes, as it stands in waker.py. A test may shorten it in a copy.
 LIMITS = {
@@ -117,22 +118,6 @@ def shortened(folder: Path, **limits: float) -> Command:
 def test_each_limit_that_takes_minutes_is_as_documented(tmp_path: Path) -> None:
     """LIMITS has the figures of the docs."""
     shortened(tmp_path, **dict.fromkeys(LIMITS, 1))
-
-
-def run(
-    *arguments: str, settings: dict[str, str] | None = None, given: str = ""
-) -> subprocess.CompletedProcess[str]:
-    """Run a command of waker.py to its end."""
-    return subprocess.run(
-        [*MODULE, *arguments],
-        cwd=CHECKOUT,
-        env=environment(settings or {}),
-        input=given,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
 
 
 # ---- A machine -----------------------------------------------------------------------
@@ -279,7 +264,7 @@ class Machine:
         self, given: str = PASSPHRASE, seconds: int = 60, /, **others: str
     ) -> dict[str, Any]:
         """Run `waker unlock`; returns its result, whose form is always the same."""
-        ended = run(
+        ended = run_waker(
             *("unlock", "--seconds", str(seconds)),
             settings=self.settings(**others),
             given=given,
@@ -571,7 +556,7 @@ def test_the_status_shows_what_the_ports_do(
     # The command needs no more than address and ports.
     names = "WAKER_HOMELAB_HOST", "WAKER_INITRD_SSH_PORT", "WAKER_SYSTEM_SSH_PORT"
     settings = {name: machine.settings()[name] for name in names}
-    ended = run("state", settings=settings)
+    ended = run_waker("state", settings=settings)
     assert (ended.returncode, ended.stderr, ended.stdout.count("\n")) == (0, "", 1)
     assert json.loads(ended.stdout) == dict(zip(STATE_MEMBERS, expected, strict=True))
 
@@ -597,13 +582,13 @@ def test_one_port_for_both_is_told_apart_by_its_banner(
         where = {"WAKER_HOMELAB_HOST": "127.0.0.1"}
         for name in ("WAKER_INITRD_SSH_PORT", "WAKER_SYSTEM_SSH_PORT"):
             where[name] = str(port)
-        assert json.loads(run("state", settings=where).stdout)["state"] == state
+        assert json.loads(run_waker("state", settings=where).stdout)["state"] == state
 
 
 def test_a_check_that_fails_by_itself_is_no_state_of_the_machine() -> None:
     """Linux lets nobody connect to a broadcast address."""
     where = {"WAKER_HOMELAB_HOST": "127.255.255.255"}
-    seen = json.loads(run("state", settings=where).stdout)
+    seen = json.loads(run_waker("state", settings=where).stdout)
     assert (seen["state"], seen["reachable"]) == ("unknown", False)
 
 
@@ -688,7 +673,7 @@ def test_all_mistakes_are_reported_together_and_no_value(tmp_path: Path) -> None
     )
     settings = {"WAKER_LISTEN": "s3crt", "WAKER_HOMELAB_NAM": "s3crt"}
     for command in ((), ("serve",), ("check",)):
-        ended = run("--env-file", str(file), *command, settings=settings)
+        ended = run_waker("--env-file", str(file), *command, settings=settings)
         assert (ended.returncode, ended.stdout) == (78, "")
         names = {line.split()[0] for line in ended.stderr.splitlines()}
         wrong = "PIN HOMELAB_MAC HOMELAB_HOST INITRD_SSH_PORT LISTEN HOMELAB_NAM"
@@ -716,7 +701,7 @@ WRONG = {
 @pytest.mark.parametrize("column", range(3))
 def test_each_wrong_value_is_refused_by_its_name(column: int) -> None:
     settings = {f"WAKER_{name}": values[column] for name, values in WRONG.items()}
-    ended = run("serve", settings=settings)
+    ended = run_waker("serve", settings=settings)
     assert ended.returncode == 78
     for name, value in settings.items():
         assert re.search(rf"(?m)^{name}\b", ended.stderr), name
@@ -726,7 +711,7 @@ def test_each_wrong_value_is_refused_by_its_name(column: int) -> None:
 def test_an_ipv6_address_needs_a_broadcast_address() -> None:
     """From which the packet goes to the machine's network."""
     settings = MACHINE | {"WAKER_PIN": PIN, "WAKER_HOMELAB_HOST": "2001:db8::1"}
-    ended = run("check", settings=settings)
+    ended = run_waker("check", settings=settings)
     assert ended.returncode == 78
     assert "WAKER_HOMELAB_BROADCAST" in ended.stderr
 
@@ -741,7 +726,7 @@ def test_a_line_that_could_be_misread_is_refused_by_its_number(
 ) -> None:
     file = tmp_path / "waker.env"
     file.write_text(f"# a comment\n\n{line}\n")
-    ended = run("--env-file", str(file))
+    ended = run_waker("--env-file", str(file))
     assert ended.returncode == 78
     number = 2 + len(line.splitlines())
     assert re.search(rf"waker\.env, line {number}\b", ended.stderr)
@@ -781,13 +766,13 @@ def test_without_any_setting_the_usual_file_is_read(tmp_path: Path) -> None:
 
 
 def test_help_names_each_setting_and_version_the_version() -> None:
-    text = run("--help")
+    text = run_waker("--help")
     assert text.returncode == 0
     for name in SETTINGS.split():
         assert f"WAKER_{name} " in text.stdout
     for command in ("serve", "check", "unlock", "state"):
         assert command in text.stdout
-    ended = run("--version")
+    ended = run_waker("--version")
     assert ended.returncode == 0
     assert re.fullmatch(r"waker \d+\.\d+\.\d+\S*\n", ended.stdout)
 
@@ -807,7 +792,7 @@ def test_help_names_each_setting_and_version_the_version() -> None:
 def test_a_command_that_cannot_run_says_so_by_its_status(
     arguments: list[str], status: int
 ) -> None:
-    ended = run(*arguments)
+    ended = run_waker(*arguments)
     assert (ended.returncode, ended.stdout) == (status, "")
     assert ended.stderr
 
@@ -816,14 +801,14 @@ def test_a_port_that_is_taken_ends_the_daemon_with_status_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         settings = MACHINE | {"WAKER_PIN": PIN, "WAKER_LISTEN": f"127.0.0.1:{port}"}
-        ended = run(settings=settings)
+        ended = run_waker(settings=settings)
     assert ended.returncode == 1
     assert str(port) in ended.stderr
 
 
 def test_check_says_what_is_right_and_sends_nothing(machine: Machine) -> None:
     own = {"WAKER_PIN": PIN, "WAKER_LISTEN": "127.0.0.1:0"}
-    ended = run("check", settings=machine.ask().settings() | own)
+    ended = run_waker("check", settings=machine.ask().settings() | own)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "WRONG" not in ended.stdout
     for words in (
@@ -858,7 +843,7 @@ def test_check_says_what_to_mend(
     machine: Machine, settings: dict[str, str], status: int, words: list[str]
 ) -> None:
     own = {"PIN": PIN, "LISTEN": "127.0.0.1:0"} | settings
-    ended = run("check", settings=machine.ask().settings(**own))
+    ended = run_waker("check", settings=machine.ask().settings(**own))
     assert ended.returncode == status
     for each in words:
         assert re.search(each, ended.stdout + ended.stderr)
@@ -868,7 +853,7 @@ def test_check_shows_no_control_characters(machine: Machine) -> None:
     own = {"PIN": PIN, "LISTEN": "127.0.0.1:0"}
     with says(b"SSH-2.0-\x1b[31mred\x07\r\n") as port:
         settings = machine.settings(SYSTEM_SSH_PORT=str(port), SSH_KEY="", **own)
-        shown = run("check", settings=settings).stdout
+        shown = run_waker("check", settings=settings).stdout
     assert "red" in shown
     assert shown.replace("\n", " ").isprintable()
 
@@ -1714,7 +1699,7 @@ def known_bug(reason: str) -> pytest.MarkDecorator:
     return pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)
 
 
-@known_bug("it counts as awake what refused a while ago")
+@known_bug("a port that refused once counts as awake, even if it falls silent")
 def test_a_machine_that_only_shuts_down_did_not_wake(machine: Machine) -> None:
     machine.make_keys()
     with machine.show(CLOSED, CLOSED).waker(start_seconds=4) as started:
@@ -1727,7 +1712,7 @@ def test_a_machine_that_only_shuts_down_did_not_wake(machine: Machine) -> None:
     assert "woke" not in start["message"]
 
 
-@known_bug("it sends none while anything refuses")
+@known_bug("no packet is sent while a port refuses connections")
 def test_packets_are_sent_while_something_refuses(machine: Machine) -> None:
     """As a router does on behalf of a machine that sleeps."""
     machine.make_keys()
@@ -1738,7 +1723,7 @@ def test_packets_are_sent_while_something_refuses(machine: Machine) -> None:
     assert PACKET in machine.packets()
 
 
-@known_bug("it tries to connect to the initrd")
+@known_bug("it connects to the initrd's port, and does not look at the system's")
 def test_an_unlock_of_a_system_that_is_up_is_a_success(machine: Machine) -> None:
     machine.make_keys()
     with machine.show(CLOSED, OPEN).waker() as started:
@@ -1766,7 +1751,7 @@ int clock_gettime(clockid_t id, struct timespec *now)
 """
 
 
-@known_bug("paramiko counts its timeouts by the wall clock")
+@known_bug("paramiko measures its timeouts by the wall clock")
 def test_a_step_of_the_clock_discards_no_verdict(machine: Machine) -> None:
     """A box without a clock of its own sets it when it reaches a time server."""
     library, stepped = machine.folder / "clock.so", machine.folder / "stepped"
@@ -1774,12 +1759,12 @@ def test_a_step_of_the_clock_discards_no_verdict(machine: Machine) -> None:
     subprocess.run(compile_clock, input=CLOCK, text=True, check=True)
     machine.ask(SLOWLY.replace("sleep 1", "sleep 1; echo >stepped; sleep 0.5"))
     clock = {"LD_PRELOAD": str(library), "STEPPED": str(stepped)}
-    ended = run("unlock", settings=machine.settings() | clock, given=PASSPHRASE)
+    ended = run_waker("unlock", settings=machine.settings() | clock, given=PASSPHRASE)
     assert stepped.exists()
     assert json.loads(ended.stdout.splitlines()[-1])["outcome"] == "unlocked"
 
 
-@known_bug("its two minutes begin with the first try only")
+@known_bug("the two minutes are counted from the first try")
 def test_a_machine_that_resets_has_its_time_to_ask_again(machine: Machine) -> None:
     early = "echo Try again later; exit 1"
     limits = {"prompt_seconds": 4, "retry_seconds": 1}
@@ -1794,7 +1779,7 @@ def test_a_machine_that_resets_has_its_time_to_ask_again(machine: Machine) -> No
         assert wait_until(client, "booting")["outcome"] == "unlocked"
 
 
-@known_bug("it waits for the unlock to give up by itself")
+@known_bug("SIGTERM does not reach an unlock that a request began")
 def test_sigterm_ends_an_unlock_that_has_sent_nothing(machine: Machine) -> None:
     with (
         ThreadPoolExecutor() as pool,
@@ -1825,7 +1810,7 @@ def slow_to_open(file: Path) -> Iterator[Callable[[], bool]]:
         yield lambda: fcntl.fcntl(leased, fcntl.F_GETLEASE) != fcntl.F_WRLCK
 
 
-@known_bug("it reads the file under the lock of the status")
+@known_bug("it reads the file while it holds the lock that the status needs")
 def test_the_status_does_not_wait_for_a_slow_key_file(machine: Machine) -> None:
     machine.make_keys()
     with machine.waker() as started, ThreadPoolExecutor() as pool:
@@ -1859,7 +1844,7 @@ class Frozen:
             self._trace(self.DETACH, thread, None, None)
 
 
-@known_bug("it drops no connection that has a byte to read")
+@known_bug("a connection with unread data is not dropped, and nothing looks again")
 def test_80_dripping_clients_of_one_address_do_not_delay_the_owner(
     tmp_path: Path,
 ) -> None:
