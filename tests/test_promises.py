@@ -1550,7 +1550,8 @@ def test_slow_clients_keep_nobody_out_and_fill_no_memory(sources: list[str]) -> 
         with knock(client, GET + b"\r\n", "127.0.0.99") as owner:
             assert answer_on(owner).status == 200
         assert time.monotonic() < began + 5  # a request may take 10
-        assert started.uses()[0] <= threads + 64
+        # A thread may outlive its place for a moment.
+        wait_for(lambda: started.uses()[0] <= threads + 64, seconds=5)
         assert memory(pid) < used + (8 << 20)
 
 
