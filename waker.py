@@ -2246,56 +2246,10 @@ def check_unlocking(machine: Machine, *, in_initrd: bool) -> Iterator[Finding]:
         yield subject, str(why), WRONG
 
 
-def interpret_banner(subject: str, banner: str, dialect: str) -> tuple[str, str]:
-    """Return what an open port's SSH banner may mean, and a verdict."""
-    if subject == "system's port" and "dropbear" in banner:
-        return "; this is dropbear: are the two ports swapped?", HINT
-    if subject == "system's port":
-        return "", OK
-    if not banner:
-        return "; is this an SSH server?", HINT
-    if re.match("Not allowed|Exceeded", banner):
-        return "; it refuses connections for now, so try again in a minute", HINT
-    if not banner.startswith("SSH-"):
-        return "; this is not an SSH server", WRONG
-    if subject == "shared port":
-        return "", OK
-    if dialect == "cryptroot" and "OpenSSH" in banner:
-        question = "is this the booted system? If not, set WAKER_INITRD=systemd"
-        return f"; {question}", WRONG
-    if dialect == "systemd" and "dropbear" in banner:
-        return "; this is dropbear: is WAKER_INITRD=cryptroot right?", HINT
-    return "", OK
-
-
-def is_own_address(host: str) -> bool:
-    """Return whether an address is this box's own or a broadcast address.
-
-    Loopback is accepted: the demo's server is there.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    source = ""
-    is_broadcast = True
-    # Without a route, it fails.
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as udp:
-        udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
-        udp.connect((host, 9))
-        source = udp.getsockname()[0]
-        udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 0)
-        udp.connect((host, 9))  # fails for a broadcast address
-        is_broadcast = False
-    if not source or ipaddress.ip_address(host).is_loopback:
-        return False
-    return source == host or is_broadcast
-
-
 def check_mac(config: Config) -> Iterator[Finding]:
-    """Compare the MAC address with this box's own, and with what ARP has found."""
+    """Compare the MAC address with what ARP has found."""
     subject, mac = "MAC address", config.mac.hex(":")
-    with contextlib.suppress(OSError):  # an interface has just gone
-        own = [path.read_text() for path in Path("/sys/class/net").glob("*/address")]
-        if f"{mac}\n" in own:
-            yield subject, f"{mac} is this box's own; take the server's", WRONG
+    with contextlib.suppress(OSError):  # this box has no ARP table
         entry = rf"(?m)^{re.escape(config.machine.host)} .* (..:..:..:..:..:..) "
         found = re.search(entry, Path("/proc/net/arp").read_text())
         if not found or found[1] == "00:00:00:00:00:00":
@@ -2309,9 +2263,6 @@ def check_mac(config: Config) -> Iterator[Finding]:
 
 def check_machine(machine: Machine) -> Iterator[Finding]:
     """Check SSH on each port, then as much as the machine's state allows."""
-    if is_own_address(machine.host):
-        problem = f"{machine.host} is this box's own address, or a broadcast address"
-        yield "server", f"{problem}; correct WAKER_HOMELAB_HOST", WRONG
     ports = {"initrd's port": machine.initrd_port, "system's port": machine.system_port}
     if machine.initrd_port == machine.system_port:
         ports = {"shared port": machine.initrd_port}
@@ -2320,11 +2271,9 @@ def check_machine(machine: Machine) -> Iterator[Finding]:
         state, banner = probe_port(machine.host, port, banner=True)
         text, verdict = f"{machine.host}, port {port} {state.value}", HINT
         if state is PortState.OPEN:
-            name = machine.dialect.name
-            remark, verdict = interpret_banner(subject, banner, name)
-            text = f"{text}; it says {banner or 'nothing'}{remark}"
-        if verdict == WRONG:
-            in_initrd = False
+            text, verdict = f"{text}; it says {banner or 'nothing'}", OK
+        if subject == "system's port" and "dropbear" in banner:
+            text, verdict = f"{text}; are the two ports swapped?", HINT
         yield subject, text, verdict
     yield from check_unlocking(machine, in_initrd=in_initrd)
 

@@ -35,7 +35,7 @@ READERS = "FileKind read_env_file is_public_half load_key load_page"
 @pytest.mark.parametrize(
     ("pattern", "names"),
     [
-        (NETWORK, "open_tcp find_source wake listen is_own_address"),
+        (NETWORK, "open_tcp find_source wake listen"),
         (rf"{OPENS}|key_file\(", f"{READERS} check_certificate check_mac main"),
         (r"subprocess\.\w+\(|os\.(system|exec|spawn|fork)", "Unlocker"),
         (r"environ\b|getenv|sys\.std", "main"),
