@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from conftest import Answer, Client, daemon, need, wait_for
-from guests import BUILD, ROUTER, Guest, ready
+from guests import ADDRESS, BUILD, ROUTER, SSH_KEY, Guest, ready
 from namespaces import IFF_TAP, Namespace, hosts
 
 PATIENCE = 180  # seconds: a guest shares its processor with others
@@ -91,6 +91,34 @@ class Computer:
     def plug(self, *, in_: bool) -> None:
         """Plug the network cable in or out, by a command to QEMU."""
         self.type(f"\x01cset_link lan {'on' if in_ else 'off'}\n\x01c")
+
+    def ssh(
+        self, command: str, given: bytes = b"", port: int = 22
+    ) -> subprocess.CompletedProcess[bytes]:
+        """Run a command as root; whoever is at the end of the cable is trusted."""
+        options = (
+            "StrictHostKeyChecking=no",
+            "UserKnownHostsFile=/dev/null",
+            "ConnectTimeout=5",
+            "ControlMaster=auto",  # reuse one connection: each takes seconds
+            f"ControlPath={self.log.parent}/ssh-{port}",
+            "ControlPersist=300",
+            "ServerAliveInterval=5",
+        )
+        shell = [need("ssh"), "-q", "-p", str(port), "-i", str(SSH_KEY)]
+        shell += [f"-o{option}" for option in options]
+        return subprocess.run(
+            [*self.router.command(), *shell, f"root@{ADDRESS}", command],
+            input=given,
+            capture_output=True,
+            check=False,
+        )
+
+    def run(self, command: str, given: bytes = b"", port: int = 22) -> str:
+        """Run a command, which must succeed; returns what it printed."""
+        done = self.ssh(command, given, port)
+        assert done.returncode == 0, done
+        return done.stdout.decode()
 
     @property
     def console(self) -> str:

@@ -16,7 +16,7 @@ from certificate import new_certificate
 from computer import PATIENCE, Computer, Owner, computer_of
 from conftest import PASSPHRASE, PIN, Client, blocks, daemon, make, need, wait_for
 from cryptroot_unlock import Disks
-from guests import ADDRESS, BOXES, BUILD, PACKAGES, ROUTER, SSH_KEY, ready
+from guests import ADDRESS, BOXES, BUILD, PACKAGES, ROUTER, ready
 from homelab import Homelab
 from namespaces import hosts
 
@@ -30,38 +30,15 @@ class Box:
     """A booted Debian, and root's shell on it."""
 
     computer: Computer
-    folder: Path
-
-    def ssh(
-        self, command: str, given: bytes = b""
-    ) -> subprocess.CompletedProcess[bytes]:
-        host_key = self.computer.guest.host_key.read_text()
-        (self.folder / "known_hosts").write_text(f"{ADDRESS} {host_key}")
-        options = (
-            f"UserKnownHostsFile={self.folder}/known_hosts",
-            "ConnectTimeout=5",
-            "ControlMaster=auto",  # reuse one connection: each takes seconds
-            f"ControlPath={self.folder}/ssh",
-            "ControlPersist=300",
-            "ServerAliveInterval=5",
-        )
-        shell = [need("ssh"), "-q", "-i", str(SSH_KEY), *(f"-o{o}" for o in options)]
-        return subprocess.run(
-            [*self.computer.router.command(), *shell, f"root@{ADDRESS}", command],
-            input=given,
-            capture_output=True,
-            check=False,
-        )
 
     def run(self, command: str, given: bytes = b"") -> str:
         """Run a command, which must succeed; returns what it printed."""
-        done = self.ssh(command, given)
-        assert done.returncode == 0, done
-        return done.stdout.decode()
+        return self.computer.run(command, given)
 
     def wait(self, command: str) -> None:
         """Wait until a command succeeds."""
-        wait_for(lambda: self.ssh(command), lambda done: done.returncode == 0, PATIENCE)
+        ssh = self.computer.ssh
+        wait_for(lambda: ssh(command), lambda done: done.returncode == 0, PATIENCE)
 
     def write(self, path: str, content: str) -> None:
         self.run(f"cat > {path} && chmod 600 {path}", content.encode())
@@ -120,7 +97,7 @@ def box(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Box]:
     packed = subprocess.run(pack, check=True, capture_output=True).stdout
     with computer_of(request.param, tmp_path) as computer:
         computer.switch_on()
-        box = Box(computer, tmp_path)
+        box = Box(computer)
         box.wait("true")
         box.run("tar -C / --no-overwrite-dir -x; systemctl daemon-reload", packed)
         yield box
