@@ -127,10 +127,13 @@ screenshots: $(VENV)/done ## take pictures of the page in every state
 	cp "dist/screenshots/unlocking, light.png" docs/images/unlocking.png
 	cp "dist/screenshots/up after a start, light.png" docs/images/up.png
 
-lint: $(VENV)/done ## run ruff and mypy
+lint: $(VENV)/done ## run ruff, mypy and shellcheck
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy waker.py tests/*.py tests/vm/*.py
+	shellcheck docs/dracut/46initrd-ssh/cryptroot-unlock \
+		docs/dracut/46initrd-ssh/module-setup.sh
+	shellcheck --shell=dash waker.init tests/initrds/*.sh
 
 clean: ## remove what the other targets made
 	rm -rf .venv* .vm dist .hypothesis .mypy_cache .pytest_cache .ruff_cache \

@@ -63,7 +63,7 @@ if TYPE_CHECKING:  # imported only where needed, to save memory; paramiko takes 
 
     from paramiko import PKey, Transport
 
-__version__ = "2.1.0"
+__version__ = "3.0.0.dev0"
 
 # ---- Values --------------------------------------------------------------------------
 # Parsers raise ValueError. No repr shows a secret.
@@ -256,6 +256,15 @@ class Fault(Exception):
 
 UNSENT: Final = "The passphrase was not sent."
 SENT_BUT: Final = "Not confirmed: the passphrase was sent, but "
+OLD_SCRIPT_FIX: Final = (
+    "the initrd's unlock script is waker 2's. Type the passphrase at the server, or put"
+    " waker 2.1 back on this box; then renew the initrd's unlock script"
+    " (docs/initrds.md)"
+)
+MAY_GIVE_UP: Final = (
+    ". Be careful: after another wrong passphrase, systemd may give up until you"
+    " restart the server (unless crypttab has tries=0)"
+)
 SUCCESSES: Final = ("unlocked", "already_open", "up")  # words of Outcome
 
 
@@ -272,7 +281,6 @@ class Outcome(enum.Enum):
         "the server stopped asking for the passphrase and must be restarted",
     )
     ASKS = "not_confirmed", f"{SENT_BUT}a disk is still asking"
-    ONE_MORE = "not_confirmed", f"{SENT_BUT}another disk is asking; unlock again"
     NOT_CONFIRMED = "not_confirmed", SENT_BUT
     # Before the passphrase was sent:
     ALL_OPEN = "already_open", "no passphrase is needed: all disks seem to be open"
@@ -285,12 +293,13 @@ class Outcome(enum.Enum):
     IDLE = "not_asked", "no disk is asking yet: too early, or already unlocked"
     LOST = "not_asked", "the connection was lost before a disk asked; try again"
     SILENT = "not_asked", "logged in, but no disk asked for its passphrase in time"
-    ENDED = "not_asked", "the unlock command ended without asking; try again"
     TOO_MUCH = "not_asked", "the unlock command wrote too much text without asking"
-    MISSING = "error", "logged in, but there is no unlock command: check WAKER_INITRD"
+    ENDED = "not_asked", "the unlock command ended without asking; try again"
+    MISSING = "error", "logged in, but there is no unlock command: see docs/initrds.md"
     REFUSED = "error", "logged in, but the server refuses to run the unlock command"
-    OTHER_PROMPT = "error", "a prompt is not for a disk; answer it at the console"
+    OLD_SCRIPT = "error", OLD_SCRIPT_FIX
     NO_MEMORY = "error", "out of memory while talking to the SSH server"
+    REPORTED = "error", "the initrd reports: "
     ERROR = "error", ""
 
 
@@ -319,117 +328,28 @@ class NotSent(Exception):
         self.result = Result.of(outcome, detail, sent=False)
 
 
-# ---- Dialects ------------------------------------------------------------------------
-# How to start an unlock in each kind of initrd, and what its output means.
+# ---- The initrd's words --------------------------------------------------------------
+# The command that unlocks, and what its output means. Debian's initrds have it; for
+# systemd initrds, docs/dracut has one of ours that uses the same words.
 
-
-class Dialect(NamedTuple):
-    """One kind of initrd."""
-
-    name: str
-    command: str
-    # Patterns to search each line of output for; group 1 lists the disks.
-    patterns: tuple[tuple[str, Outcome], ...]
-    ending: bytes = b""  # sent after the passphrase; if empty, input is closed instead
-    silence: Outcome = Outcome.ENDED  # if it exits with 0 and prints no known line
-    warning: str = ""  # appended after a wrong passphrase
-
-
-# Each open prompt is a file. The agent answers each prompt with one line of its input,
-# so its input must not end: end of file counts as an empty passphrase. If an answered
-# disk prompts again, the passphrase was wrong; unit states show the rest. A passphrase
-# must not be an argument, so `printf` must be built into the shell. Source: systemd's
-# PASSWORD_AGENTS; tested with 257.
-SYSTEMD_COMMAND: Final = r"""
-finish() { printf 'waker: %s\n' "$*"; exit 1; }
-find_prompts() { # sets `new`: disks that ask; and `again`: those that were answered
-    new='' again='' marks=''
-    for file in /run/systemd/ask-password/ask.*; do
-        id='' disk=''
-        while IFS='=' read -r name text; do
-            case $name in Id) id=$text ;; Message) disk=${text#*disk } ;; esac
-        done 2>/dev/null <"$file" || continue
-        case $id in cryptsetup:*) disk=${disk%:} ;; *) finish foreign ;; esac
-        case $answered in
-            *"<$file>"*) ;;
-            *"<$disk>"*) again="$again, $disk" ;;
-            *) new="$new, $disk" marks="$marks<$file><$disk>" ;;
-        esac
-    done
-}
-find_verdict() { # combined state of all disks; `waiting` if systemd reports nothing
-    verdict=waiting
-    case $(systemctl is-active 'systemd-cryptsetup@*.service' cryptsetup.target) in
-        *activating*) ;;
-        *failed*) verdict=dead ;;
-        *inactive*) ;;
-        *active*) verdict=opened ;;
-    esac
-}
-[ "$(command -v printf)" = printf ] || exit 127
-command -v systemd-tty-ask-password-agent >/dev/null || exit 127
-[ -e /etc/initrd-release ] || finish booted
-answered='' names='' count=0
-while find_verdict && find_prompts && [ ! "$new" ]; do
-    [ $verdict = opened ] && finish settled
-    if [ $((count += 1)) -gt 20 ]; then
-        [ $verdict = dead ] && finish dead
-        finish idle
-    fi
-    sleep 0.5
-done
-printf 'waker: asks %s\n' "${new#, }"
-IFS= read -r passphrase || exit 1
-while find_verdict && find_prompts && [ $((count += 1)) -lt 1200 ]; do
-    printf '\n' || exit 1 # waker has gone: forget the passphrase
-    [ "$again" ] && finish rejected "${again#, }"
-    if [ "$new" ]; then
-        while printf '%s\n' "$passphrase"; do :; done 2>/dev/null |
-            systemd-tty-ask-password-agent --query >/dev/null 2>&1
-        answered=$answered$marks names=$names$new
-    elif [ $verdict = dead ]; then
-        finish dead
-    elif [ $verdict = opened ]; then
-        [ "$names" ] && finish opened "${names#, }"
-        finish settled # someone else answered first
-    fi
-    sleep 0.1 # short: the verdict must be sent before the system boots
-done
-exit 1
-"""
-DIALECTS: Final = (
-    # Source: cryptsetup-initramfs 2.6.1 to 2.8.8. Without a terminal, cryptroot-unlock
-    # reads to the end of input, so a newline would become part of the passphrase.
-    Dialect(
-        name="cryptroot",
-        command="cryptroot-unlock",
-        patterns=(
-            (r"Please unlock disk ([!-~]+)", Outcome.ASKS),
-            (r"cryptsetup: ([!-~]+) set up successfully", Outcome.UNLOCKED),
-            (r"bad password or options", Outcome.WRONG_PASSPHRASE),
-            (r"maximum number of tries", Outcome.WRONG_PASSPHRASE),
-            (r"Timeout reached while waiting for askpass", Outcome.IDLE),
-            (r"Try again later", Outcome.TOO_EARLY),
-        ),
-        silence=Outcome.ALL_OPEN,
-    ),
-    Dialect(
-        name="systemd",
-        command=SYSTEMD_COMMAND,
-        patterns=(
-            (r"^waker: asks ([ -~]+)$", Outcome.ASKS),
-            (r"^waker: opened ([ -~]+)$", Outcome.UNLOCKED),
-            (r"^waker: rejected ([ -~]+)$", Outcome.WRONG_PASSPHRASE),
-            (r"^waker: dead$", Outcome.GAVE_UP),
-            (r"^waker: settled$", Outcome.ALL_OPEN),
-            (r"^waker: booted$", Outcome.BOOTED),
-            (r"^waker: idle$", Outcome.IDLE),
-            (r"^waker: foreign$", Outcome.OTHER_PROMPT),
-        ),
-        ending=b"\n",
-        warning=". Be careful: after another wrong passphrase, systemd may give up"
-        " until you restart the server (unless crypttab has tries=0)",
-    ),
+COMMAND: Final = "cryptroot-unlock"
+DISK: Final = r"([^\x00-\x20\x7f-\xa0]+)"  # its name, without spaces
+CAREFUL: Final = f"{COMMAND}: systemd may give up after another wrong passphrase"
+# Each line of output is searched for these patterns, and the first match wins. A group
+# names the disk, or an error. Source: cryptsetup-initramfs 2.6.1 to 2.8.8.
+WORDS: Final = (
+    (rf"Please unlock disk {DISK}", Outcome.ASKS),
+    (rf"cryptsetup: {DISK} set up successfully", Outcome.UNLOCKED),
+    ("bad password or options", Outcome.WRONG_PASSPHRASE),
+    ("maximum number of tries", Outcome.WRONG_PASSPHRASE),
+    ("Timeout reached while waiting for askpass", Outcome.IDLE),
+    ("Try again later", Outcome.TOO_EARLY),
+    # These are ours.
+    (f"^{COMMAND}: every disk is open$", Outcome.ALL_OPEN),
+    (f"^{COMMAND}: gave up on ", Outcome.GAVE_UP),
+    (f"^{COMMAND}: the system has booted$", Outcome.BOOTED),
+    (f"^{COMMAND}: (.+)", Outcome.REPORTED),
+    ("^waker:", Outcome.OLD_SCRIPT),
 )
 
 
@@ -437,7 +357,6 @@ class Machine(NamedTuple):
     """The machine to wake and unlock."""
 
     host: str
-    dialect: Dialect
     initrd_port: int
     system_port: int
     user: str
@@ -447,7 +366,6 @@ class Machine(NamedTuple):
     def settings(self) -> dict[str, str]:
         return {
             "WAKER_HOMELAB_HOST": self.host,
-            "WAKER_INITRD": self.dialect.name,
             "WAKER_INITRD_SSH_PORT": str(self.initrd_port),
             "WAKER_SYSTEM_SSH_PORT": str(self.system_port),
             "WAKER_SSH_USER": self.user,
@@ -600,7 +518,7 @@ HANDSHAKE_SECONDS: Final = 10  # key exchange, and login: slow boxes take one or
 PROMPT_SECONDS: Final = 60  # for the first prompt: an emulated machine took 30
 NEXT_PROMPT_SECONDS: Final = 15  # for the next disk
 END_SECONDS: Final = 3  # for a command to end after its verdict
-MAX_LINE: Final = 65536  # characters of output; no initrd writes a longer line
+MAX_LINE: Final = 65536  # bytes of output; no initrd writes a longer line
 MAX_OUTPUT: Final = 1 << 20  # bytes of output of one command
 MAX_DISKS: Final = 16  # disks to answer; a lying server could keep asking
 VERDICTS: Final = (Outcome.UNLOCKED, Outcome.WRONG_PASSPHRASE)
@@ -718,104 +636,96 @@ def log_in(transport: "Transport", machine: Machine) -> None:
         raise NotSent(Outcome.KEY_REFUSED, detail)
 
 
-def to_ascii(data: bytes) -> str:
-    return data.decode("ascii", "backslashreplace")
-
-
 class Command:
-    """One run of the dialect's command, read as a sequence of events."""
+    """One run of the unlock command, read as a sequence of events."""
 
-    def __init__(self, transport: "Transport", dialect: Dialect) -> None:
-        self._dialect = dialect
-        self._lines: deque[str] = deque()  # of the output, not yet read as events
-        self._rest = ""  # a line that is not complete yet
+    def __init__(self, transport: "Transport") -> None:
+        self.careful = False  # whether the initrd has warned of giving up
+        self._lines: deque[bytes] = deque()  # of the output, not yet read as events
+        self._rest = b""  # a line that is not complete yet
         self._received = 0  # bytes, in all
         self._channel = transport.open_session()
         self._channel.set_combine_stderr(True)
-        self._channel.exec_command(dialect.command)
+        self._channel.exec_command(COMMAND)
 
     def _receive(self) -> bool:
         """Take some output; False if it has ended. Raises: TimeoutError."""
         data = self._channel.recv(65536)
         self._received += len(data)
-        text = to_ascii(data) if data else "\n"  # the end completes the last line
-        *lines, rest = (self._rest + text).split("\n")
+        end = data or b"\n"  # the end completes the last line
+        *lines, rest = (self._rest + end).split(b"\n")
         self._lines += lines
         self._rest = rest[-MAX_LINE:]
         return bool(data)
 
-    def _find_event(self) -> tuple[Outcome, list[str]] | None:
-        """Return the next event in the lines and the disks that it names."""
+    def _find_event(self) -> tuple[Outcome, str] | None:
+        """Return the next event in the lines, and the disk that it names."""
         while self._lines:
-            line = self._lines.popleft()
-            for pattern, event in self._dialect.patterns:
+            line = self._lines.popleft().decode(errors="backslashreplace")
+            if line == CAREFUL:
+                self.careful = True
+                continue
+            for pattern, event in WORDS:
                 found = re.search(pattern, line)
                 if found:
-                    names = found[1].split(", ") if found.groups() else []
-                    return event, [name for name in names if name]
+                    return event, "".join(found.groups())
         return None
 
-    def next_event(self, until: float) -> tuple[Outcome, list[str]]:
-        """Return the next event and the disks that it names, or why there is none."""
+    def next_event(self, until: float) -> tuple[Outcome, str]:
+        """Return the next event and the disk that it names, or why there is none."""
         ended = False
         while not (event := self._find_event()):
             if ended:
                 self._channel.status_event.wait(END_SECONDS)  # it may follow the output
                 missing = Outcome.MISSING
-                endings = {0: self._dialect.silence, 126: missing, 127: missing}
-                return endings.get(self._channel.exit_status, Outcome.ENDED), []
+                endings = {0: Outcome.ALL_OPEN, 126: missing, 127: missing}
+                return endings.get(self._channel.exit_status, Outcome.ENDED), ""
             if self._received > MAX_OUTPUT:
                 self._channel.get_transport().close()
-                return Outcome.TOO_MUCH, []
+                return Outcome.TOO_MUCH, ""
             # With a timeout of 0, `recv` still returns what arrived in time.
             self._channel.settimeout(max(until - time.monotonic(), 0))
             try:
                 ended = not self._receive()
             except TimeoutError:
-                return Outcome.SILENT, []
+                return Outcome.SILENT, ""
         return event
 
-    def answer(
-        self, passphrase: Passphrase, disks: Sequence[str], until: float
-    ) -> tuple[Outcome, list[str]]:
-        """Send the passphrase; return the verdict and the disks that it names.
+    def answer(self, passphrase: Passphrase, disk: str, until: float) -> Outcome:
+        """Send the passphrase and return the verdict.
 
         Ignore earlier output, and success messages for other disks.
         """
         while self._channel.recv_ready() and self._received <= MAX_OUTPUT:
             self._receive()
         self._lines.clear()
-        self._rest = ""
+        self._rest = b""
         try:
             self._channel.settimeout(0)  # an honest server's window has room for it
-            self._channel.sendall(passphrase.data + self._dialect.ending)
+            # Debian's command reads to the end of input, so a newline would become
+            # part of the passphrase.
+            self._channel.sendall(passphrase.data)
         except PEER_ERRORS:
-            return Outcome.ENDED, list(disks)
-        if not self._dialect.ending:
-            with contextlib.suppress(PEER_ERRORS):  # the command may have ended already
-                self._channel.shutdown_write()
+            return Outcome.ENDED
+        with contextlib.suppress(PEER_ERRORS):  # the command may have ended already
+            self._channel.shutdown_write()
         event, named = self.next_event(until)
-        while event is Outcome.UNLOCKED and not set(named) & set(disks):
+        while event is Outcome.UNLOCKED and named != disk:
             event, named = self.next_event(until)
-        return event, named or list(disks)
+        return event
 
 
 class Session:
     """An authenticated connection to a verified machine."""
 
     def __init__(
-        self,
-        transport: "Transport",
-        dialect: Dialect,
-        passphrase: Passphrase,
-        deadline: float,
+        self, transport: "Transport", passphrase: Passphrase, deadline: float
     ) -> None:
         self._transport = transport
-        self._dialect = dialect
         self._passphrase = passphrase
         self._deadline = deadline
         self._opened: list[str] = []  # disks, in this session
-        self._answered: set[str] = set()  # disks that asked, or were opened
+        self._answered: set[str] = set()  # disks that asked
 
     def _explain_end(self, event: Outcome) -> Outcome:
         """Return the event; if the connection ended with the command, return why."""
@@ -828,52 +738,51 @@ class Session:
             return event
         return Outcome.LOST if time.monotonic() < self._deadline else Outcome.SILENT
 
-    def _wait_for_prompt(self, seconds: float) -> tuple[Command, list[str]]:
-        """Run the command until it asks; return the disks that do. Raises: NotSent."""
+    def _show(self, text: str) -> str:
+        """Shorten the initrd's text, and hide it if it contains the passphrase."""
+        if self._passphrase.data.decode() in text:
+            return "(hidden)"
+        return text[:200]
+
+    def _list_opened(self) -> str:
+        return ", ".join(map(self._show, self._opened))[:600]  # a log line has room
+
+    def _wait_for_prompt(self, seconds: float) -> tuple[Command, str]:
+        """Run the command until it asks; return the disk that does. Raises: NotSent."""
         until = min(self._deadline, time.monotonic() + seconds)
         try:
-            command = Command(self._transport, self._dialect)
+            command = Command(self._transport)
         except SHORTAGES:
             raise
         except PEER_ERRORS:
             raise NotSent(self._explain_end(Outcome.REFUSED)) from None
-        event, disks = command.next_event(until)
+        event, named = command.next_event(until)
         while event in VERDICTS:  # somebody else answered
-            event, disks = command.next_event(until)
+            event, named = command.next_event(until)
+        if event is Outcome.REPORTED:
+            raise NotSent(event, self._show(named))
         if event is not Outcome.ASKS:
             raise NotSent(self._explain_end(event))
-        return command, disks
+        return command, named
 
-    def _list(self, disks: Sequence[str], limit: int = 600) -> str:
-        """List disk names; hide the passphrase and shorten long names."""
-        secret = to_ascii(self._passphrase.data)
-        shown = ["a disk" if secret in disk else disk for disk in disks]
-        whole = ", ".join(shown)
-        short = ", ".join(disk[:200] for disk in shown)[:limit]
-        # A passphrase with a comma may have been split into names.
-        is_split = secret in whole or secret in short
-        if is_split and secret not in (",", " ", ", "):
-            return "a disk"
-        return short
-
-    def _explain_failure(self, event: Outcome, disks: Sequence[str]) -> Result:
+    def _explain_failure(
+        self, event: Outcome, disk: str = "", *, careful: bool = False
+    ) -> Result:
         """Return the result for anything but UNLOCKED after the passphrase was sent."""
-        named = self._list(disks)
-        unlocked = ""
-        if self._opened:  # both lists together leave room for the warning
-            limit = max(600 - len(named), 100)
-            unlocked = f"; unlocked: {self._list(self._opened, limit)}"
+        unlocked = f"; unlocked: {self._list_opened()}" if self._opened else ""
+        named = self._show(disk)
         if event is Outcome.WRONG_PASSPHRASE:
-            subject = named if named.startswith("a disk") else f"disk {named}"
-            detail = subject + unlocked + self._dialect.warning
-            return Result.of(Outcome.WRONG_PASSPHRASE, detail, sent=True)
-        if event in (Outcome.GAVE_UP, Outcome.ASKS, Outcome.ONE_MORE):
+            detail = f"disk {named}{unlocked}{MAY_GIVE_UP if careful else ''}"
+            return Result.of(event, detail, sent=True)
+        if event is Outcome.ASKS or (event is Outcome.GAVE_UP and not self._opened):
             return Result.of(event, unlocked, sent=True)
-        reason = "the initrd did not confirm it"
-        if event is Outcome.LOST:
-            reason = "the connection was lost before the initrd confirmed it"
-        if event is Outcome.NO_MEMORY:
-            reason = "waker ran out of memory before the initrd confirmed it"
+        reasons = {
+            # The server boots all the same, unless this is its root disk.
+            Outcome.GAVE_UP: f"the initrd gave up on disk {named}",
+            Outcome.LOST: "the connection was lost before the initrd confirmed it",
+            Outcome.NO_MEMORY: "waker ran out of memory before the initrd confirmed it",
+        }
+        reason = reasons.get(event, "the initrd did not confirm it")
         return Result.of(Outcome.NOT_CONFIRMED, reason + unlocked, sent=True)
 
     def _answer_disks(self, before_sending: Callable[[], None]) -> Result:
@@ -881,25 +790,21 @@ class Session:
         seconds = PROMPT_SECONDS
         while True:
             try:
-                command, asking = self._wait_for_prompt(seconds)
+                command, disk = self._wait_for_prompt(seconds)
             except NotSent as why:
                 if not self._opened:
                     return why.result
-                if why.result.outcome == "gave_up":  # on another disk
-                    return self._explain_failure(Outcome.GAVE_UP, [])
-                disks = self._list(self._opened)
-                return Result.of(Outcome.UNLOCKED, disks, sent=True)
-            if self._answered & set(asking):  # never answer a disk twice
-                return self._explain_failure(Outcome.ASKS, asking)
-            if len(self._answered) >= MAX_DISKS:
-                return self._explain_failure(Outcome.ONE_MORE, asking)
-            self._answered.update(asking)
+                return Result.of(Outcome.UNLOCKED, self._list_opened(), sent=True)
+            # Never answer a disk twice.
+            if disk in self._answered or len(self._answered) == MAX_DISKS:
+                return self._explain_failure(Outcome.ASKS)
+            self._answered.add(disk)
             before_sending()
-            event, named = command.answer(self._passphrase, asking, self._deadline)
+            event = command.answer(self._passphrase, disk, self._deadline)
             if event is not Outcome.UNLOCKED:
-                return self._explain_failure(self._explain_end(event), named)
-            self._opened += named
-            self._answered.update(named)
+                event = self._explain_end(event)
+                return self._explain_failure(event, disk, careful=command.careful)
+            self._opened.append(disk)
             # Dropbear may end a channel that is opened before the last one has ended.
             command.next_event(time.monotonic() + END_SECONDS)
             seconds = NEXT_PROMPT_SECONDS
@@ -912,8 +817,8 @@ class Session:
             if not self._answered:
                 return Result.of(Outcome.NO_MEMORY, sent=False)
             if self._answered <= set(self._opened):  # nothing is in doubt
-                return Result.of(Outcome.UNLOCKED, self._list(self._opened), sent=True)
-            return self._explain_failure(Outcome.NO_MEMORY, [])
+                return Result.of(Outcome.UNLOCKED, self._list_opened(), sent=True)
+            return self._explain_failure(Outcome.NO_MEMORY)
 
 
 def unlock(
@@ -937,7 +842,7 @@ def unlock(
         return why.result
     except SHORTAGES:
         return Result.of(Outcome.NO_MEMORY, sent=False)
-    session = Session(transport, machine.dialect, passphrase, deadline)
+    session = Session(transport, passphrase, deadline)
     return session.unlock(before_sending)
 
 
@@ -1060,10 +965,6 @@ def parse_host(text: str) -> str:
     return host
 
 
-def parse_dialect(text: str) -> Dialect:
-    return DIALECTS[[dialect.name for dialect in DIALECTS].index(text)]
-
-
 def parse_listen(text: str) -> Address:
     """Parse ADDRESS:PORT, with an IPv6 address in brackets; port 0 is any free one."""
     found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([0-9.]+)):([0-9]{1,5})", text)
@@ -1099,7 +1000,6 @@ PROXY_FORM: Final = (
 )
 SETTINGS: Final[tuple[Setting, ...]] = (
     ("WAKER_HOMELAB_HOST", "", parse_host, ADDRESS_FORM),
-    ("WAKER_INITRD", "cryptroot", parse_dialect, "cryptroot (dropbear) or systemd"),
     ("WAKER_INITRD_SSH_PORT", "2222", parse_port, "a port, 1 to 65535"),
     ("WAKER_SYSTEM_SSH_PORT", "22", parse_port, "a port, 1 to 65535"),
     ("WAKER_SSH_USER", "root", PARSE_USER, "a user's name"),
@@ -1178,10 +1078,6 @@ def is_public_half(host_key: HostKey, path: Path) -> bool:
 def find_conflicts(parsed: Mapping[str, Any]) -> Iterator[str]:
     """Report bad files, and settings that are valid alone but conflict."""
     get = parsed.get
-    port = get("WAKER_INITRD_SSH_PORT")
-    one_port = port and port == get("WAKER_SYSTEM_SSH_PORT")
-    if one_port and get("WAKER_INITRD") == parse_dialect("systemd"):
-        yield "WAKER_INITRD_SSH_PORT must differ from WAKER_SYSTEM_SSH_PORT for systemd"
     host, broadcast = get("WAKER_HOMELAB_HOST"), str(get("WAKER_HOMELAB_BROADCAST"))
     if broadcast == "255.255.255.255" and ":" in str(host):
         yield "WAKER_HOMELAB_BROADCAST must be set: WAKER_HOMELAB_HOST is IPv6"
@@ -2481,8 +2377,10 @@ def main(argv: Sequence[str]) -> int:
     folder = file.resolve().parent if file else Path.cwd()
     try:
         values = (read_env_file(file) if file else {}) | ours
+        if values.pop("WAKER_INITRD", None):
+            log("WAKER_INITRD has no effect since waker 3; delete it")
         if arguments.command == "state":
-            settings = parse_settings(4, values, folder)  # up to the ports
+            settings = parse_settings(3, values, folder)  # up to the ports
             machine = Machine(*[*settings, "", Path(), ()])
             print(json.dumps(check_ports(machine).members()))
             return 0

@@ -58,7 +58,6 @@ class Initrd:
     def machine(self) -> "waker.Machine":
         return waker.Machine(
             host="127.0.0.1",
-            dialect=waker.DIALECTS[0],
             initrd_port=self.port,
             system_port=self.port,
             user="root",

@@ -145,7 +145,6 @@ WRONG = {
     "IPv6 broadcast": ("HOMELAB_BROADCAST", "::1", "must be an IPv4 address"),
     "name with a bell": ("HOMELAB_NAME", "bell\a", NAME),
     "name of 65": ("HOMELAB_NAME", "x" * 65, NAME),
-    "initrd": ("INITRD", "dracut", "must be cryptroot (dropbear) or systemd"),
     "initrd port 0": ("INITRD_SSH_PORT", "0", PORT),
     "initrd port 65536": ("INITRD_SSH_PORT", "65536", PORT),
     "initrd port by name": ("INITRD_SSH_PORT", "ssh", PORT),
@@ -257,20 +256,17 @@ def test_a_pin_has_up_to_128_characters() -> None:
 
 
 IPV6 = {"WAKER_HOMELAB_HOST": "2001:db8::1"}
-SYSTEMD = {"WAKER_INITRD": "systemd", "WAKER_INITRD_SSH_PORT": "22"}
-ONE_PORT = "WAKER_INITRD_SSH_PORT must differ from WAKER_SYSTEM_SSH_PORT for systemd"
 TLS = "WAKER_TLS_CERT and WAKER_TLS_KEY must both be set"
 
 
 @pytest.mark.parametrize(
     ("values", "fault"),
     [
-        (SYSTEMD, ONE_PORT),
         (IPV6, "WAKER_HOMELAB_BROADCAST must be set: WAKER_HOMELAB_HOST is IPv6"),
         ({"WAKER_TLS_CERT": "ssh_key"}, TLS),
         ({"WAKER_TLS_KEY": "ssh_key"}, TLS),
     ],
-    ids=["one port", "IPv6", "certificate alone", "TLS key alone"],
+    ids=["IPv6", "certificate alone", "TLS key alone"],
 )
 def test_settings_that_contradict_each_other_are_refused(
     good: dict[str, str], tmp_path: Path, values: dict[str, str], fault: str
@@ -302,7 +298,7 @@ JOIN = (
 )
 MISREAD = """\
 export WAKER_PIN=secret
-WAKER_INITRD= # secret
+WAKER_HOMELAB_MAC= # secret
 WAKER_LISTEN='secret' # mine
 WAKER_SSH_USER=secret\t#mine
 WAKER_HOMELAB_HOST=“secret”
@@ -362,7 +358,7 @@ def test_without_any_setting_the_usual_file_is_read(tmp_path: Path) -> None:
     need_root()
     (tmp_path / "waker").mkdir()
     (tmp_path / "waker/waker.env").write_text("WAKER_INITRD_SSH_PORT=two words\n")
-    script = 'mount --bind "$0" /etc && "$@" state; WAKER_INITRD=systemd "$@" state'
+    script = 'mount --bind "$0" /etc && "$@" state; WAKER_SSH_USER=x "$@" state'
     ended = subprocess.run(
         ["unshare", "--mount", "sh", "-c", script, str(tmp_path), *MODULE],
         cwd=CHECKOUT,

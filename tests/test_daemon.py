@@ -281,7 +281,6 @@ def test_the_child_gets_all_settings_of_the_machine(tmp_path: Path) -> None:
     lines = ",".join(public_line(new_key()) for _ in range(2))
     machine = waker.Machine(
         host="192.0.2.1",
-        dialect=waker.parse_dialect("systemd"),
         initrd_port=22,
         system_port=2222,
         user="admin",

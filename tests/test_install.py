@@ -212,11 +212,6 @@ def test_the_unit_lets_waker_name_each_missing_file(
     assert (ended.returncode, missing) == (78, files)
 
 
-def test_shellcheck_accepts_the_procd_script() -> None:
-    command = [need("shellcheck"), "--shell=dash", str(CHECKOUT / "waker.init")]
-    assert subprocess.check_output(command) == b""
-
-
 # Instead of /etc/rc.common: print what the script asks the system to do.
 RC_COMMON = f"""\
 for name in user_exists group_add_next user_add id chown chmod find logger \

@@ -177,9 +177,9 @@ def test_output_that_arrived_before_the_deadline_counts(tmp_path: Path) -> None:
         with contextlib.closing(waker.open_transport(machine)) as transport:
             waker.exchange_keys(transport, machine)
             waker.log_in(transport, machine)
-            command = waker.Command(transport, machine.dialect)
+            command = waker.Command(transport)
             past = time.monotonic()
-            asks = waker.Outcome.ASKS, ["d"]
+            asks = waker.Outcome.ASKS, "d"
             wait_for(lambda: command.next_event(past), lambda event: event == asks)
 
 

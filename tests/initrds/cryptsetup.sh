@@ -1,16 +1,24 @@
-# What `systemd-cryptsetup` does about a passphrase, three times at most.
+# What `systemd-cryptsetup` does about a disk.
 #
 #   sh cryptsetup.sh FOLDER DISK
 #
-# The prompt is made by systemd's own `systemd-ask-password`. FOLDER/keys/DISK holds the
-# passphrase; to FOLDER/tried go all that it was given; at the end it makes
-# FOLDER/opened/DISK or FOLDER/failed/DISK. DERIVATION, in the environment, is how many
-# seconds a key derivation takes.
+# systemd's own `systemd-ask-password` makes the prompt, in what /proc shows as the disk's
+# unit. FOLDER/keys/DISK holds the passphrase, and FOLDER/options those of crypttab. To
+# FOLDER/tried go all passphrases that were given; at the end it makes FOLDER/opened/DISK
+# or FOLDER/failed/DISK. DERIVATION, in the environment, is how many seconds a key
+# derivation takes.
 
 folder=$1 disk=$2
-for _ in 1 2 3; do
-    given=$(systemd-ask-password --no-tty --timeout=0 --id="cryptsetup:/dev/$disk" \
-        "Please enter passphrase for disk $disk:")
+tries=$(sed -n 's/.*tries=//p' "$folder/options")
+unit=$(systemd-escape --template=systemd-cryptsetup@.service "$disk")
+cgroup=$folder/units/$disk
+printf '%s\n' "${HIERARCHY:-0:}:/system.slice/a\x2db.slice/$unit" >"$cgroup"
+# shellcheck disable=SC2016 # another shell expands it
+in_unit='mount --bind "$0" /proc/$$/cgroup; exec "$@"'
+number=0
+until [ $((number += 1)) -gt "${tries:=3}" ] && [ "$tries" != 0 ]; do
+    given=$(sh -c "$in_unit" "$cgroup" systemd-ask-password --no-tty --timeout=0 \
+        --id="cryptsetup:/dev/$disk" "Please enter passphrase for disk $disk:")
     printf '%s %s\n' "$disk" "$given" >>"$folder/tried"
     sleep "${DERIVATION:-0.2}"
     if [ "$given" = "$(cat "$folder/keys/$disk")" ]; then

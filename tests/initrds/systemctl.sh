@@ -1,15 +1,32 @@
 #!/bin/sh
-# `systemctl is-active` for cryptsetup.sh's disks and the target that waits for them, if
-# they are asked for; FOLDER stands for its folder.
+# The parts of `systemctl` that our cryptroot-unlock needs, for the disks of
+# cryptsetup.sh; FOLDER stands for its folder.
 
 [ -e FOLDER/silent ] && exit 1 # as without a connection to systemd
-target=active
-for disk in $(ls FOLDER/keys); do
-    state=activating
-    [ -e "FOLDER/failed/$disk" ] && state=failed
-    [ -e "FOLDER/opened/$disk" ] && state=active
-    [ $state = active ] || target=inactive
-    case " $* " in *' systemd-cryptsetup@*.service '*) echo $state ;; esac
-done
-[ -e FOLDER/over ] && target=inactive # as when the initrd makes way for the system
-case " $* " in *' cryptsetup.target '*) echo $target ;; esac
+show_state() {
+    if [ -e "FOLDER/opened/$1" ]; then
+        echo active
+    elif [ -e "FOLDER/failed/$1" ]; then
+        echo failed
+    else
+        echo activating
+    fi
+}
+for unit; do :; done # the last argument
+case $* in
+    'is-active systemd-cryptsetup@*.service')
+        for file in FOLDER/keys/*; do
+            [ ! -e "$file" ] || show_state "${file##*/}"
+        done
+        exit
+        ;;
+esac
+disk=$(systemd-escape --unescape --instance "$unit")
+case $* in
+    is-active\ *) show_state "$disk" ;;
+    *=Description\ *) echo "Cryptography Setup for $disk" ;;
+    *=ExecStart\ *)
+        options=$(cat FOLDER/options)
+        echo "{ argv[]=systemd-cryptsetup attach $disk /dev/x none luks$options ; }"
+        ;;
+esac

@@ -20,11 +20,10 @@ from pathlib import Path
 import pytest
 from conftest import CHECKOUT, PASSPHRASE, PROGRAM, blocks, need, need_root
 
-import waker
-
 BUILD = Path(PROGRAM).with_name(".vm")
 SSH_KEY = BUILD / "ssh_key"
 AUTHORIZED = SSH_KEY.with_suffix(".pub")
+OTHER = "the passphrase of cryptdata"
 ADDRESS = "192.168.77.20"
 ROUTER = "192.168.77.1"
 
@@ -50,7 +49,6 @@ class Guest:
 
     name: str
     suite: str = "bookworm"
-    dialect: str = "cryptroot"
     port: int = 2222  # of the initrd's SSH
     forced: bool = True  # that SSH runs nothing but the unlock command
     disks: Sequence[str] = ("cryptroot",)
@@ -71,7 +69,6 @@ class Guest:
         """Write what waker is told about it."""
         return {
             "WAKER_HOMELAB_HOST": ADDRESS,
-            "WAKER_INITRD": self.dialect,
             "WAKER_INITRD_SSH_PORT": str(self.port),
             "WAKER_SSH_KEY": str(SSH_KEY),
             "WAKER_SSH_HOST_KEY": self.host_key.read_text().strip(),
@@ -87,10 +84,11 @@ GUESTS = (
     Guest("port-22", port=22, forced=False),
     Guest("two-disks", disks=["cryptroot", "crypthome"]),
     Guest("slow", iterations=400_000),
-    Guest("dracut", suite="trixie", dialect="systemd", tries=0),
-    Guest("dracut-shell", suite="trixie", dialect="systemd", forced=False),
+    Guest("dracut", suite="trixie", tries=0, disks=["cryptroot", "crypthome"]),
+    Guest("dracut-shell", suite="trixie", forced=False),
+    Guest("dracut-differ", suite="trixie", tries=0, disks=["cryptroot", "cryptdata"]),
 )
-UNSTABLE = Guest("unstable", suite="sid", dialect="systemd", tries=0)
+UNSTABLE = Guest("unstable", suite="sid", tries=0)
 
 
 def run(*command: str | Path, given: str | None = None) -> str:
@@ -177,13 +175,10 @@ def with_initramfs_tools(guest: Guest, tree: Path) -> str:
 
 def with_dracut(guest: Guest, tree: Path) -> str:
     """Make the initrd as docs/initrds.md says for dracut; returns its host key."""
-    shutil.copy(PROGRAM, tree / "root")
     shutil.copytree(CHECKOUT / "docs/dracut", tree / "root/docs/dracut")
     (tree / "etc/initrd-ssh/host_key").unlink(missing_ok=True)
-    shell = (
-        {} if guest.forced else {'restrict,command="sh /etc/initrd-ssh/unlock" ': ""}
-    )
-    follow(tree, DRACUT[2], shell)
+    forced = 'restrict,command="/usr/bin/cryptroot-unlock" '
+    follow(tree, DRACUT[2], {} if guest.forced else {forced: ""})
     shutil.rmtree(tree / "root/docs")
     write(tree / "etc/initrd-ssh/lan.network", LAN)
     write(
@@ -196,7 +191,7 @@ def with_dracut(guest: Guest, tree: Path) -> str:
     return follow(tree, DRACUT[5], here).splitlines()[-1]
 
 
-def encrypt(plain: Path, image: Path, iterations: int) -> None:
+def encrypt(plain: Path, image: Path, passphrase: str, iterations: int) -> None:
     """Make a LUKS2 disk of a file system."""
     run("cp", plain, image)
     with image.open("ab") as file:
@@ -205,7 +200,7 @@ def encrypt(plain: Path, image: Path, iterations: int) -> None:
         *("cryptsetup", "reencrypt", "--encrypt", "--type=luks2", "--batch-mode"),
         *("--resilience=none", "--reduce-device-size=32M", "--key-file=-"),
         *("--pbkdf=pbkdf2", f"--pbkdf-force-iterations={iterations}", image),
-        given=PASSPHRASE,
+        given=passphrase,
     )
 
 
@@ -228,7 +223,8 @@ def build(suite: str, guests: Sequence[Guest]) -> None:
         for disk in guest.disks:
             image = BUILD / f"{suite}-{disk}-{guest.iterations}"
             if not image.exists():
-                encrypt(plain, image, guest.iterations)
+                given = OTHER if disk == "cryptdata" else PASSPHRASE
+                encrypt(plain, image, given, guest.iterations)
             (guest.folder / disk).hardlink_to(image)
             uuid = run("cryptsetup", "luksUUID", image).strip()
             tries = "" if guest.tries is None else f",tries={guest.tries}"
@@ -264,9 +260,9 @@ def ready() -> None:
     need_root()
     for program in ("cryptsetup", "mke2fs", "mmdebstrap", "qemu-system-x86_64"):
         need(program)
-    paths = [Path(__file__), *sorted(CHECKOUT.glob("docs/dracut/**/*.*"))]
-    whole = b"".join(path.read_bytes() for path in paths)
-    texts = (PASSPHRASE, DROPBEAR, *DRACUT, waker.SYSTEMD_COMMAND)
+    paths = [Path(__file__), *sorted(CHECKOUT.glob("docs/dracut/**/*"))]
+    whole = b"".join(path.read_bytes() for path in paths if path.is_file())
+    texts = (PASSPHRASE, DROPBEAR, *DRACUT)
     recipe = hashlib.sha256(whole + "".join(texts).encode()).hexdigest()
     stamp = BUILD / "recipe"
     with Path(__file__).open() as lock:

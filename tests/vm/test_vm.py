@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from computer import Computer, Owner, computer_of, owner_of
-from conftest import PASSPHRASE
-from guests import GUESTS
+from conftest import CHECKOUT, PASSPHRASE
+from guests import GUESTS, OTHER
 
 import waker
 
@@ -37,7 +37,11 @@ NOTHING_TO_DO = {
 }
 
 Machine = tuple[Computer, Owner]
-SLOW = pytest.mark.parametrize("machine", ["slow"], indirect=True)
+SLOW, SHELL, DIFFER = (
+    pytest.mark.parametrize("machine", [name], indirect=True)
+    for name in ("slow", "dracut-shell", "dracut-differ")
+)
+MODULE = CHECKOUT / "docs/dracut/46initrd-ssh/module-setup.sh"
 
 
 @pytest.fixture
@@ -56,13 +60,19 @@ def wake(computer: Computer, owner: Owner) -> None:
     owner.wait_for("locked")
 
 
-@pytest.mark.parametrize("machine", KINDS, indirect=True)
+@pytest.mark.parametrize(
+    "machine",
+    [name for name in KINDS if name not in ("dracut-shell", "dracut-differ")],
+    indirect=True,
+)
 def test_one_request_starts_a_machine(
     machine: Machine, pytestconfig: pytest.Config
 ) -> None:
     computer, owner = machine
     name, disks = computer.guest.name, ", ".join(computer.guest.disks)
     ends = {f"Unlocked: {disks}. The system is up."}
+    if name == "dracut":  # systemd tries the first disk's passphrase by itself
+        ends.add("Unlocked: cryptroot. The system is up.")
     wrong = {"wrong_passphrase"}
     if name == "slow":  # the initrd may stop waiting, or end before it confirms
         wrong.add("not_confirmed")
@@ -86,7 +96,7 @@ def test_one_request_starts_a_machine(
         computer.cut_power()
 
 
-@pytest.mark.parametrize("machine", ["dracut-shell"], indirect=True)
+@SHELL
 def test_systemd_gives_up_only_after_a_warning(machine: Machine) -> None:
     computer, owner = machine
     wake(computer, owner)
@@ -101,6 +111,52 @@ def test_systemd_gives_up_only_after_a_warning(machine: Machine) -> None:
     computer.wait_for("Emergency")
     status, error = owner.unlock(PASSPHRASE)
     assert (status, gave_up in error, error.endswith(UNSENT)) == (500, True, True)
+
+
+@SHELL
+def test_only_the_disk_that_asks_gets_the_passphrase(machine: Machine) -> None:
+    """A TPM's prompt gets nothing. A unit that failed before does not matter."""
+    computer, owner = machine
+    wake(computer, owner)
+    ask = "systemd-ask-password --no-tty --timeout=0 --id=tpm2-pin PIN: >/run/pin"
+    asks = "[[ $(cat /run/systemd/ask-password/ask.*) == *tpm2-pin* ]]"
+    unit = "systemd-cryptsetup@other.service"
+    start = "systemd-run --property=DefaultDependencies=no"  # nothing to wait for
+    for command in (
+        f"{start} sh -c '{ask}'",
+        f"until {asks}; do sleep 0.1; done",
+        f"{start} --unit={unit} sh -c 'exit 1'",
+        f"until systemctl is-failed {unit}; do sleep 0.1; done",
+    ):
+        computer.run(command, port=computer.guest.port)
+    start = owner.start(PASSPHRASE)
+    assert start["message"] == "Unlocked: cryptroot. The system is up."
+    assert computer.run("cat /run/pin") == ""
+
+    # In the booted system, dracut's module knows which lines of crypttab are needed.
+    root, home = "cryptroot /dev/x none luks", "home /dev/y none x-initrd.attach"
+    crypttab = f"{root}\ndata /dev/z /etc/keys/data luks\n{home}\n"
+    computer.run("cat >/etc/crypttab", crypttab.encode())
+    module = MODULE.read_bytes()
+    assert computer.run("bash", module + b"print_crypttab") == f"{root}\n{home}\n"
+    computer.run("sed -i s/^cryptroot/renamed/ /etc/crypttab; mkdir /etc/initrd-ssh")
+    computer.run("cd /etc/initrd-ssh; echo x | tee lan.network >authorized_keys")
+    of_dracut = b"require_binaries() { :; }; derror() { echo $*; }; check; echo $?"
+    said = computer.run("bash", module + of_dracut)
+    assert said.endswith("correct the name at the beginning of its line\n1\n")
+
+
+@DIFFER
+def test_a_disk_with_another_passphrase_is_answered_last(machine: Machine) -> None:
+    """The root disk is open by then. The other's passphrase is typed at the console."""
+    computer, owner = machine
+    owner.wait_for("off")
+    start = owner.start(PASSPHRASE, computer.listen)
+    wrong = "Wrong passphrase for disk cryptdata; unlocked: cryptroot."
+    assert (start["outcome"], start["message"]) == ("wrong_passphrase", wrong)
+    computer.type(OTHER + "\n")
+    owner.wait_for("up")
+    computer.wait_for("guest login:")
 
 
 @SLOW

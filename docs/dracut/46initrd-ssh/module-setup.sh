@@ -5,16 +5,47 @@
 #
 #   lan.network      network settings for systemd-networkd
 #   authorized_keys  who may log in, and which command each key may run
-#   unlock           the command that waker's key runs
 #   host_key         the initrd's own host key; made here if there is none
+#
+# shellcheck disable=SC2154 # dracut sets moddir, initdir and others
+
+# List the encrypted disks that / is on: none if / is not encrypted, or in a chroot.
+list_root_disks() {
+    local devices
+    mapfile -t devices < <(findmnt --noheadings --nofsroot --output SOURCES /)
+    [[ ${devices[*]} ]] || return 0
+    lsblk --noheadings --list --inverse --output NAME,TYPE "${devices[@]}" 2>/dev/null |
+        sed -n 's/ *crypt *$//p'
+}
+
+# Print the lines of crypttab that the initrd needs: those of the root disks, and those
+# with x-initrd.attach. A disk whose key file is on the root disk would ask for its
+# passphrase in the initrd. Without a known root disk, print all lines.
+print_crypttab() {
+    local roots name device key options
+    roots=" $(list_root_disks | tr '\n' ' ')"
+    while read -r name device key options || [[ $name ]]; do
+        [[ $name && $name != '#'* ]] || continue
+        if [[ $roots == ' ' || $roots == *" $name "* ]] ||
+            [[ ,$options, == *,x-initrd.attach,* ]]; then
+            echo "$name $device $key $options"
+        fi
+    done </etc/crypttab
+}
 
 check() {
-    local file
-    require_binaries sshd ssh-keygen sleep || return 1
+    local file disk
+    require_binaries sshd ssh-keygen sleep lsblk findmnt || return 1
     # If this fails, dracut stops and leaves the old image alone.
-    for file in lan.network authorized_keys unlock; do
+    for file in lan.network authorized_keys; do
         [[ -s /etc/initrd-ssh/$file ]] && continue
         derror "initrd-ssh: /etc/initrd-ssh/$file is missing or empty"
+        return 1
+    done
+    for disk in $(list_root_disks); do
+        print_crypttab | grep -q "^$disk " && continue
+        derror "initrd-ssh: /etc/crypttab has no line for $disk, which has the root" \
+            "file system; correct the name at the beginning of its line"
         return 1
     done
     return 255 # include the module only if the configuration names it
@@ -26,20 +57,23 @@ depends() {
 
 install() {
     local name
+    inst_simple "$moddir/cryptroot-unlock" /usr/bin/cryptroot-unlock
+    inst_multiple sleep systemctl systemd-ask-password \
+        "$systemdutildir/systemd-reply-password"
+    print_crypttab >"$initdir/etc/crypttab"
     [[ -e /etc/initrd-ssh/host_key ]] ||
         ssh-keygen -q -t ed25519 -N '' -C initrd -f /etc/initrd-ssh/host_key
-    inst_multiple sshd sleep
+    inst_multiple sshd
     # OpenSSH 9.8 and later has a program for each connection, and 10 one for the login.
     inst_multiple -o /usr/lib/openssh/sshd-session /usr/lib/openssh/sshd-auth \
         /usr/libexec/openssh/sshd-session /usr/libexec/openssh/sshd-auth
     # sshd refuses root if the initrd lacks root's login shell. With busybox installed,
     # dracut may leave out bash, although systemd-sysusers makes it that shell.
     inst_multiple -o bash "$(sed -n 's/^root:.*://p' /etc/passwd)"
-    for name in host_key host_key.pub authorized_keys unlock; do
+    for name in host_key host_key.pub authorized_keys; do
         inst_simple "/etc/initrd-ssh/$name"
     done
     inst_simple /etc/initrd-ssh/lan.network /etc/systemd/network/lan.network
-    inst_simple /etc/crypttab
     inst_simple "$moddir/sshd_config" /etc/initrd-ssh/sshd_config
     inst_simple "$moddir/initrd-ssh.service" \
         "$systemdsystemunitdir/initrd-ssh.service"

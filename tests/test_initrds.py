@@ -1,0 +1,349 @@
+"""Our `cryptroot-unlock` for systemd initrds, as far as it needs no virtual machine.
+
+OpenSSH, the shells, the script, the prompts and the helper that answers them are real.
+The scripts in `initrds` simulate the rest: disks that can and cannot be unlocked.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import (
+    CHECKOUT,
+    MAC,
+    need,
+    new_app,
+    wait_for,
+    wait_for_starts,
+)
+from cryptroot_unlock import Disks
+from ssh_servers import (
+    ODD_PASSPHRASE,
+    SHORT_UNLOCK,
+    free_port,
+    prepare_sshd,
+    process,
+    unlock,
+)
+
+import waker
+
+SCRIPT = CHECKOUT / "docs/dracut/46initrd-ssh/cryptroot-unlock"
+INITRDS = Path(__file__).with_name("initrds")
+PROMPTS = "/run/systemd/ask-password"
+HELPER = "/usr/lib/systemd/systemd-reply-password"
+ROOT = {"root": "x"}
+HOME = {"root": "x", "home": "y"}
+BOTH = {"root": "x", "home": "x"}
+UNLOCKED = "unlocked: Unlocked: "
+WRONG = "wrong_passphrase: Wrong passphrase for disk "
+CAREFUL = r".*\. Be careful: after another wrong passphrase, systemd may give up"
+GAVE_UP = (
+    "gave_up: the server stopped asking for the passphrase and must be restarted."
+    " The passph"
+)
+UNCONFIRMED = (
+    "not_confirmed: Not confirmed: the passphrase was sent, but the initrd did"
+)
+IDLE = "not_asked: no disk is asking yet"
+OPEN = "already_open: no passphrase is needed: all disks seem to be open"
+UP = "up: no passphrase is needed: the system is already up"
+MISSING = "error: the initrd reports: {} is missing from the initrd. The passphrase was"
+OLD = "error: the initrd's unlock script is waker 2's.* The passphrase was not sent"
+# The disk's own process may ask for a TPM's PIN.
+PIN = """
+echo 0::/system.slice/systemd-cryptsetup@root.service >FOLDER/cgroup
+sh -c 'mount --bind FOLDER/cgroup /proc/$$/cgroup
+    exec systemd-ask-password --no-tty --timeout=0 --id=tpm2-pin PIN:' >>FOLDER/tried &
+"""
+FAILED = "touch FOLDER/keys/other FOLDER/failed/other"
+# The prompt that is found first is the data disk's.
+HOME_FIRST = f"cd {PROMPTS}; mv $(grep -l home ask.*) ask.000; cd -"
+# Prompts that vanish, or whose process has: a name that leads nowhere, and files that
+# come and go.
+VANISHING = f"""
+cd {PROMPTS}
+ln -s nowhere ask.000
+printf 'Id=cryptsetup:gone\\nPID=99999999\\nSocket=/gone\\n' >ask.001
+: >ask.002
+(while sleep 0.01; do cp ask.001 ask.003; rm ask.003; done) &
+cd -
+"""
+
+
+@contextlib.contextmanager
+def systemd(  # noqa: PLR0913 - most tests want one or two of them
+    folder: Path,
+    keys: dict[str, str],
+    setup: str = "",
+    *,
+    then: str = "",
+    until: str = "",
+    options: str = "",
+    command: str = f"dash {SCRIPT}",
+) -> Iterator[waker.Machine]:
+    """Run OpenSSH in a simulated systemd initrd, which crypttab's `options` apply to.
+
+    Run `setup` before its disks ask. All ask at once, or all but the first a second
+    after the file `until` exists. Run `then` when they do, before OpenSSH starts. The
+    file `tried` lists the passphrases that each disk was given.
+    """
+    for name in ("keys", "opened", "failed", "units", "etc"):
+        (folder / name).mkdir()
+    for disk, passphrase in keys.items():
+        (folder / "keys" / disk).write_text(passphrase)
+    (folder / "tried").touch()
+    (folder / "options").write_text(options)
+    systemctl = folder / "systemctl"
+    text = (INITRDS / "systemctl.sh").read_text()
+    systemctl.write_text(text.replace("FOLDER", str(folder)))
+    systemctl.chmod(0o755)
+    initrd, start = prepare_sshd(folder, Disks({}))
+    mounts, _, sshd = start.partition("exec ")
+    layers = f"lowerdir=/etc,upperdir={folder}/etc/upper,workdir={folder}/etc/work"
+    disks = [f"sh {INITRDS}/cryptsetup.sh {folder} {disk} &" for disk in keys]
+    later = f"until [ -e {folder}/{until or '.'} ]; do sleep 0.1; done; sleep 1"
+    asking = 1 if until else len(keys)
+    lines = [
+        f"mount -t tmpfs none {folder}/etc; mkdir {folder}/etc/upper {folder}/etc/work",
+        f"mount -t overlay none /etc -o {layers}",
+        f"touch /etc/initrd-release; mount --bind {systemctl} {need('systemctl')}",
+        f"{mounts} mkdir -p {PROMPTS}",
+        f"printf '%s /dev/x none\\n' {' '.join(keys)} >/etc/crypttab",
+        setup.replace("FOLDER", str(folder)),
+        *disks[:1],
+        f"({later if until else ':'}",
+        *disks[1:],
+        "wait) &",
+        f"until [ $(grep -ls Id=cryptsetup {PROMPTS}/ask.* | wc -l) = {asking} ]",
+        "do sleep 0.05; done" if keys else "do break; done",
+        then,
+        f"{sshd} -o 'ForceCommand={command}' & wait",
+    ]
+    needs = ("--pid", "--fork", "--kill-child", "--mount-proc")
+    with process(initrd.port, "\n".join(lines), *needs):
+        yield initrd.machine()._replace(system_port=free_port())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (
+            {"luks-1a": ODD_PASSPHRASE},
+            {},
+            {ODD_PASSPHRASE: f"{UNLOCKED}luks-1a."},
+            [f"luks-1a {ODD_PASSPHRASE}"],
+        ),
+        ({"Дом": "x"}, {}, {"y": f"{WRONG}Дом{CAREFUL}", "x": f"{UNLOCKED}Дом."}, None),
+        (BOTH, {"until": "opened/root"}, {"x": f"{UNLOCKED}root, home"}, None),
+        # A data disk that asks first does not keep the root disk waiting.
+        (
+            *(HOME, {"then": HOME_FIRST}),
+            {"x": f"{WRONG}home; unlocked: root", "y": f"{UNLOCKED}home."},
+            ["root x", "home x", "home y"],
+        ),
+        (
+            *(HOME, {"setup": "rm /etc/crypttab", "then": HOME_FIRST}),
+            {"y": f"{WRONG}root; unlocked: home"},
+            ["home y", "root y"],
+        ),
+        (
+            *(ROOT, {}, {"1": f"{WRONG}root{CAREFUL}", "2": WRONG, "3": GAVE_UP}),
+            ["root 1", "root 2", "root 3"],
+        ),
+        (ROOT, {"options": ",tries=1"}, {"1": GAVE_UP, "x": GAVE_UP}, ["root 1"]),
+        (
+            *(ROOT, {"options": ",tries=0"}),
+            {"1": rf"{WRONG}root\.$", "2": WRONG, "3": WRONG, "x": UNLOCKED},
+            ["root 1", "root 2", "root 3", "root x"],
+        ),
+        ({}, {"setup": "touch FOLDER/keys/a FOLDER/opened/a"}, {"x": OPEN}, []),
+        (ROOT, {"setup": "rm /etc/initrd-release"}, {"x": UP}, []),
+        (
+            *(ROOT, {"setup": f"mount --bind /dev/null {HELPER}"}),
+            {"x": MISSING.format(HELPER)},
+            [],
+        ),
+        (
+            *(ROOT, {"command": f"env PATH=/nowhere /bin/dash {SCRIPT}"}),
+            {"x": MISSING.format("systemctl")},
+            [],
+        ),
+        # Another disk has failed before.
+        (
+            *(BOTH, {"setup": FAILED, "until": "opened/root"}),
+            {"1": f"{WRONG}root", "x": f"{UNLOCKED}root, home."},
+            ["root 1", "root x", "home x"],
+        ),
+        # The server may boot without the second disk.
+        (
+            *(HOME, {"options": ",tries=1"}),
+            {"x": "not_confirmed: .* gave up on disk home; unlocked: root"},
+            ["root x", "home x"],
+        ),
+        (
+            *(ROOT, {"setup": PIN}),
+            {"1": f"{WRONG}root", "x": f"{UNLOCKED}root."},
+            ["root 1", "root x"],
+        ),
+        ({}, {"setup": PIN}, {"x": IDLE}, []),
+        (ROOT, {"then": VANISHING}, {"x": f"{UNLOCKED}root."}, ["root x"]),
+        (
+            *(ROOT, {"setup": "export HIERARCHY=1:name=systemd"}),
+            {"x": f"{UNLOCKED}root."},
+            ["root x"],
+        ),
+        (ROOT, {"command": f"sh {INITRDS}/unlock-2.1.sh"}, {"x": OLD}, []),
+    ],
+    ids=[
+        *("odd", "not ASCII", "later", "root first", "no crypttab", "gives up"),
+        *("one try", "any tries", "open", "booted", "no helper", "no systemctl"),
+        *("one failed", "one fails", "PIN, too", "PIN alone", "vanishing"),
+        *("cgroup v1", "script of 2.1"),
+    ],
+)
+def test_each_outcome_of_a_systemd_initrd_is_reported(
+    tmp_path: Path, case: Any
+) -> None:
+    keys, options, expected, tried = case
+    with systemd(tmp_path, keys, **options) as machine:
+        for passphrase, pattern in expected.items():
+            message = unlock(machine, passphrase)
+            assert re.match(pattern, message), (passphrase, message)
+        lines = (tmp_path / "tried").read_text().splitlines()
+        assert tried in (None, lines)
+
+
+@pytest.mark.parametrize("shell", ["busybox sh", "bash --posix"])
+def test_the_script_needs_no_particular_shell(tmp_path: Path, shell: str) -> None:
+    need(shell.partition(" ")[0])
+    keys = {"Дом-1": ODD_PASSPHRASE, "data": "y"}
+    command = f"{shell} {SCRIPT}"
+    with systemd(tmp_path, keys, then=VANISHING, command=command) as machine:
+        message = unlock(machine, "wrong")
+        assert re.match(f"{WRONG}Дом-1{CAREFUL}", message)
+        message = unlock(machine, ODD_PASSPHRASE)
+        assert re.match(f"{WRONG}data; unlocked: Дом-1{CAREFUL}", message)
+        assert unlock(machine, "y") == f"{UNLOCKED}data."
+
+
+def test_a_start_of_a_booted_system_is_done(tmp_path: Path) -> None:
+    """Its OpenSSH still answers at the initrd's port, and its own port is closed."""
+    with systemd(tmp_path, ROOT, "rm /etc/initrd-release") as machine:
+        settings = MAC | {"WAKER_PIN": "24681012"} | machine.settings()
+        starter = new_app(waker.read_config(settings, tmp_path)).starter
+        starter.begin(waker.Passphrase("x"), time.monotonic())
+        wait_for_starts()
+        ports = waker.check_ports(machine)
+    start: Any = starter.members(time.monotonic(), ports)
+    assert start["phase"] == "done"
+    assert "{outcome}: {message}".format(**start).startswith(UP)
+
+
+@pytest.mark.parametrize("event", ["console", "silent"])
+def test_a_disk_is_not_called_unlocked_without_its_word(
+    tmp_path: Path, event: str
+) -> None:
+    """Somebody opens it at the console first, or systemd no longer says a word."""
+    console = (
+        "(until [ -e FOLDER/console ]; do sleep 0.1; done;"
+        " echo x | systemd-tty-ask-password-agent --query) &"
+    )
+    with systemd(tmp_path, ROOT, console) as machine:
+        opened = (tmp_path / "opened/root").exists
+
+        def before_sending() -> None:
+            (tmp_path / event).touch()
+            if event == "console":
+                wait_for(opened)
+
+        deadline = time.monotonic() + SHORT_UNLOCK
+        passphrase = waker.Passphrase("x")
+        result = waker.unlock(machine, passphrase, deadline, before_sending)
+        assert f"{result.outcome}: {result.message}".startswith(UNCONFIRMED)
+        assert (tmp_path / "tried").read_text() == "root x\n"
+        wait_for(opened)
+
+
+def process_with(argument: str) -> Path:
+    """Wait for a process with that argument; returns its folder in /proc."""
+
+    def find() -> list[Path]:
+        found = []
+        for file in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):  # the process has gone
+                if argument.encode() in file.read_bytes().split(b"\0"):
+                    found.append(file.parent)
+        return found
+
+    (process,) = wait_for(find)
+    return process
+
+
+OURS = f"disk{os.getpid()}"  # no other test has a disk of this name
+
+
+def test_a_prompt_that_lingers_is_no_second_one(tmp_path: Path) -> None:
+    """On a busy server, systemd may take a while to read the answer."""
+
+    def slow_down() -> None:
+        process = int(process_with(f"--id=cryptsetup:/dev/{OURS}").name)
+        os.kill(process, signal.SIGSTOP)
+        threading.Timer(1, os.kill, (process, signal.SIGCONT)).start()
+
+    with systemd(tmp_path, {OURS: "x"}) as machine:
+        deadline = time.monotonic() + 60
+        result = waker.unlock(machine, waker.Passphrase("x"), deadline, slow_down)
+        assert result.outcome == "unlocked"
+
+
+def test_an_end_of_input_is_not_an_answer(tmp_path: Path) -> None:
+    """To systemd it would be an empty passphrase, and use up a try."""
+    with systemd(tmp_path, ROOT) as machine:
+        with contextlib.closing(waker.open_transport(machine)) as transport:
+            waker.exchange_keys(transport, machine)
+            waker.log_in(transport, machine)
+            command = waker.Command(transport)
+            until = time.monotonic() + 60
+            assert command.next_event(until) == (waker.Outcome.ASKS, "root")
+            command._channel.shutdown_write()  # noqa: SLF001
+            assert command.next_event(until) == (waker.Outcome.ENDED, "")
+        assert (tmp_path / "tried").read_text() == ""
+
+
+def test_a_person_at_a_terminal_types_unseen(tmp_path: Path) -> None:
+    with systemd(tmp_path, {OURS: "x"}, options=",tries=0") as machine:
+        known = tmp_path / "known_hosts"
+        (key,) = machine.host_keys
+        known.write_text(f"[127.0.0.1]:{machine.initrd_port} {key}\n")
+        ssh = [need("ssh"), "-F", "none", "-tt", "-i", str(machine.key)]
+        ssh += ["-p", str(machine.initrd_port), f"-oUserKnownHostsFile={known}"]
+        for typed, said in (
+            ("secret", "cryptsetup: cryptsetup failed, bad password or options?"),
+            ("x", f"cryptsetup: {OURS} set up successfully"),
+        ):
+            with subprocess.Popen(
+                [*ssh, "root@127.0.0.1"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            ) as person:
+                try:
+                    asks = process_with(f"Please unlock disk {OURS}:")
+                    with (asks / "fd/0").open() as file:
+                        wait_for(lambda: not termios.tcgetattr(file)[3] & termios.ECHO)
+                    shown = person.communicate(f"{typed}\n".encode())[0].decode()
+                finally:
+                    person.kill()
+            assert said in shown
+            assert "secret" not in shown
+        assert (tmp_path / "tried").read_text() == f"{OURS} secret\n{OURS} x\n"
