@@ -66,6 +66,9 @@ sh -c 'mount --bind FOLDER/cgroup /proc/$$/cgroup
     exec systemd-ask-password --no-tty --timeout=0 --id=tpm2-pin PIN:' >>FOLDER/tried &
 """
 FAILED = "touch FOLDER/keys/other FOLDER/failed/other"
+OPENED = "touch FOLDER/keys/open FOLDER/opened/open"
+WAITING = "mkdir FOLDER/waiting; touch FOLDER/keys/late FOLDER/waiting/late"
+STRAY = "systemd-ask-password --no-tty --timeout=0 --id=cryptsetup:x X >>FOLDER/tried &"
 # The prompt that is found first is the data disk's.
 HOME_FIRST = f"cd {PROMPTS}; mv $(grep -l home ask.*) ask.000; cd -"
 # Prompts that vanish, or whose process has: a name that leads nowhere, and files that
@@ -166,7 +169,12 @@ def systemd(  # noqa: PLR0913 - most tests want one or two of them
             {"1": rf"{WRONG}root\.$", "2": WRONG, "3": WRONG, "x": UNLOCKED},
             ["root 1", "root 2", "root 3", "root x"],
         ),
-        ({}, {"setup": "touch FOLDER/keys/a FOLDER/opened/a"}, {"x": OPEN}, []),
+        ({}, {"setup": OPENED}, {"x": OPEN}, []),
+        (
+            *({}, {"setup": f"{OPENED}; {FAILED}"}),
+            {"x": "error: .*: a disk is open, and systemd gave up on another."},
+            [],
+        ),
         (ROOT, {"setup": "rm /etc/initrd-release"}, {"x": UP}, []),
         (
             *(ROOT, {"setup": f"mount --bind /dev/null {HELPER}"}),
@@ -195,7 +203,8 @@ def systemd(  # noqa: PLR0913 - most tests want one or two of them
             {"1": f"{WRONG}root", "x": f"{UNLOCKED}root."},
             ["root 1", "root x"],
         ),
-        ({}, {"setup": PIN}, {"x": IDLE}, []),
+        ({}, {"setup": f"{OPENED}; {WAITING}{PIN}"}, {"x": IDLE}, []),
+        ({}, {"setup": STRAY}, {"x": "error: .*: process [0-9]+ asks, but is in"}, []),
         (ROOT, {"then": VANISHING}, {"x": f"{UNLOCKED}root."}, ["root x"]),
         (
             *(ROOT, {"setup": "export HIERARCHY=1:name=systemd"}),
@@ -206,9 +215,9 @@ def systemd(  # noqa: PLR0913 - most tests want one or two of them
     ],
     ids=[
         *("odd", "not ASCII", "later", "root first", "no crypttab", "gives up"),
-        *("one try", "any tries", "open", "booted", "no helper", "no systemctl"),
-        *("one failed", "one fails", "PIN, too", "PIN alone", "vanishing"),
-        *("cgroup v1", "script of 2.1"),
+        *("one try", "any tries", "open", "open and failed", "booted", "no helper"),
+        *("no systemctl", "one failed", "one fails", "PIN and disk", "PIN and waiting"),
+        *("no unit", "vanishing", "cgroup v1", "script of 2.1"),
     ],
 )
 def test_each_outcome_of_a_systemd_initrd_is_reported(
@@ -223,11 +232,16 @@ def test_each_outcome_of_a_systemd_initrd_is_reported(
         assert tried in (None, lines)
 
 
-@pytest.mark.parametrize("shell", ["busybox sh", "bash --posix"])
+@pytest.mark.parametrize(
+    "shell", ["busybox sh", "bash --posix", "env BASH_ENV={} bash"]
+)
 def test_the_script_needs_no_particular_shell(tmp_path: Path, shell: str) -> None:
-    need(shell.partition(" ")[0])
+    """In the last one, printf is an external program, as in some shells."""
+    for program in ("busybox", "bash"):
+        need(program)
+    (tmp_path / "bashrc").write_text("enable -n printf")
     keys = {"Дом-1": ODD_PASSPHRASE, "data": "y"}
-    command = f"{shell} {SCRIPT}"
+    command = f"{shell.format(tmp_path / 'bashrc')} {SCRIPT}"
     with systemd(tmp_path, keys, then=VANISHING, command=command) as machine:
         message = unlock(machine, "wrong")
         assert re.match(f"{WRONG}Дом-1{CAREFUL}", message)

@@ -8,6 +8,8 @@ show_state() {
         echo active
     elif [ -e "FOLDER/failed/$1" ]; then
         echo failed
+    elif [ -e "FOLDER/waiting/$1" ]; then
+        echo inactive # as before its device is there
     else
         echo activating
     fi
