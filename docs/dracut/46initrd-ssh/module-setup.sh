@@ -9,10 +9,13 @@
 #
 # shellcheck disable=SC2154 # dracut sets moddir, initdir and others
 
-# List the encrypted disks that / is on: none if / is not encrypted, or in a chroot.
+# List the encrypted disks that / and /usr are on: none if that cannot be told.
 list_root_disks() {
     local devices
-    mapfile -t devices < <(findmnt --noheadings --nofsroot --output SOURCES /)
+    mapfile -t devices < <(
+        findmnt --noheadings --nofsroot --output SOURCES /
+        findmnt --noheadings --nofsroot --output SOURCES /usr
+    )
     [[ ${devices[*]} ]] || return 0
     lsblk --noheadings --list --inverse --output NAME,TYPE "${devices[@]}" 2>/dev/null |
         sed -n 's/ *crypt *$//p'
@@ -20,15 +23,18 @@ list_root_disks() {
 
 # Print the lines of crypttab that the initrd needs: those of the root disks, and those
 # with x-initrd.attach. A disk whose key file is on the root disk would ask for its
-# passphrase in the initrd. Without a known root disk, print all lines.
+# passphrase in the initrd. If no root disk is known, print all lines.
 print_crypttab() {
-    local roots name device key options
+    local roots name device key options _
     roots=" $(list_root_disks | tr '\n' ' ')"
-    while read -r name device key options || [[ $name ]]; do
+    while read -r name device key options _ || [[ $name ]]; do
         [[ $name && $name != '#'* ]] || continue
         if [[ $roots == ' ' || $roots == *" $name "* ]] ||
             [[ ,$options, == *,x-initrd.attach,* ]]; then
             echo "$name $device $key $options"
+        else
+            dwarn "initrd-ssh: the initrd will not unlock $name; if it must, add the" \
+                "option x-initrd.attach to its line in /etc/crypttab"
         fi
     done </etc/crypttab
 }
@@ -43,9 +49,9 @@ check() {
         return 1
     done
     for disk in $(list_root_disks); do
-        print_crypttab | grep -q "^$disk " && continue
-        derror "initrd-ssh: /etc/crypttab has no line for $disk, which has the root" \
-            "file system; correct the name at the beginning of its line"
+        grep -q "^${disk}[[:space:]]" /etc/crypttab && continue
+        derror "initrd-ssh: the root file system is on $disk, but no line of" \
+            "/etc/crypttab begins with that name"
         return 1
     done
     return 255 # include the module only if the configuration names it
