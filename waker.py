@@ -738,14 +738,14 @@ class Session:
             return event
         return Outcome.LOST if time.monotonic() < self._deadline else Outcome.SILENT
 
-    def _show(self, text: str) -> str:
+    def _show(self, text: str, limit: int = 200) -> str:
         """Shorten the initrd's text, and hide it if it contains the passphrase."""
         if self._passphrase.data.decode() in text:
             return "(hidden)"
-        return text[:200]
+        return text[:limit]
 
     def _list_opened(self) -> str:
-        return ", ".join(map(self._show, self._opened))[:600]  # a log line has room
+        return self._show(", ".join(map(self._show, self._opened)), 600)
 
     def _wait_for_prompt(self, seconds: float) -> tuple[Command, str]:
         """Run the command until it asks; return the disk that does. Raises: NotSent."""

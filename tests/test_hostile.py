@@ -233,6 +233,15 @@ CASES: dict[str, tuple[str, Runs, int, str, int]] = {
         [("cryptroot-unlock: no x stäple of ,, a, by\n",)],
         *(500, rf"Failed to unlock: the initrd reports: \(hidden\)\. {UNSENT}", 0),
     ),
+    "repeats it as two names": (
+        "alpha, beta",
+        [
+            (asks("alpha"), reads, opened("alpha")),
+            (asks("beta"), reads, opened("beta")),
+            (),
+        ],
+        *(200, r"Unlocked: \(hidden\)\.", 2),
+    ),
     "says more than fits": (
         PASSPHRASE,
         [("cryptroot-unlock: " + "n" * 10_000,)],

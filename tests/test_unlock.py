@@ -62,7 +62,7 @@ ED25519 = paramiko.Ed25519Key.from_private_key(
 (OTHER,) = waker.HostKey.parse_all(public_line(OTHER_KEY))
 RIGHT = PASSPHRASE.encode()
 ONE = {"d": PASSPHRASE}
-THREE = {"root": ODD_PASSPHRASE, "home": " ", "data": " "}
+THREE = {"root": ODD_PASSPHRASE, "home": "  ", "data": "  "}
 WRONG = "wrong_passphrase: Wrong passphrase for disk "
 NOT_CONFIRMED = "not_confirmed: Not confirmed: the passphrase was sent, but "
 NO_VERDICT = f"{NOT_CONFIRMED}the initrd did not confirm it."
@@ -81,13 +81,13 @@ def test_each_disk_that_asks_is_answered_once(tmp_path: Path, server: str) -> No
     with SERVERS[server](tmp_path, Disks(THREE, lingers=True)) as initrd:
         machine = initrd.machine()
         machine = machine._replace(host_keys=(OTHER, *machine.host_keys))
-        messages = [unlock(machine, given) for given in (ODD_PASSPHRASE, " ", "x")]
+        messages = [unlock(machine, given) for given in (ODD_PASSPHRASE, "  ", "x")]
         assert messages == [
             f"{WRONG}home; unlocked: root.",
             "unlocked: Unlocked: home, data.",
             f"already_open: no passphrase is needed: {ALL_OPEN}.{NOT_SENT}",
         ]
-        assert initrd.received() == [ODD_PASSPHRASE.encode()] * 2 + [b" "] * 2
+        assert initrd.received() == [ODD_PASSPHRASE.encode()] * 2 + [b"  "] * 2
 
 
 def test_the_third_wrong_passphrase_is_reported_as_wrong(tmp_path: Path) -> None:
