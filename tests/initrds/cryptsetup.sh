@@ -5,8 +5,7 @@
 # systemd's own `systemd-ask-password` makes the prompt, in what /proc shows as the disk's
 # unit. FOLDER/keys/DISK holds the passphrase, and FOLDER/options those of crypttab. To
 # FOLDER/tried go all passphrases that were given; at the end it makes FOLDER/opened/DISK
-# or FOLDER/failed/DISK. DERIVATION, in the environment, is how many seconds a key
-# derivation takes.
+# or FOLDER/failed/DISK. HIERARCHY, in the environment, is that of the unit's cgroup.
 
 folder=$1 disk=$2
 tries=$(sed -n 's/.*tries=//p' "$folder/options")
@@ -20,7 +19,7 @@ until [ $((number += 1)) -gt "${tries:=3}" ] && [ "$tries" != 0 ]; do
     given=$(sh -c "$in_unit" "$cgroup" systemd-ask-password --no-tty --timeout=0 \
         --id="cryptsetup:/dev/$disk" "Please enter passphrase for disk $disk:")
     printf '%s %s\n' "$disk" "$given" >>"$folder/tried"
-    sleep "${DERIVATION:-0.2}"
+    sleep 0.2 # a key derivation takes its time
     if [ "$given" = "$(cat "$folder/keys/$disk")" ]; then
         exec touch "$folder/opened/$disk"
     fi

@@ -124,11 +124,11 @@ def test_only_the_disk_that_asks_gets_the_passphrase(machine: Machine) -> None:
     ask = "systemd-ask-password --no-tty --timeout=0 --id=tpm2-pin PIN: >/run/pin"
     asks = "[[ $(cat /run/systemd/ask-password/ask.*) == *tpm2-pin* ]]"
     unit = "systemd-cryptsetup@other.service"
-    start = "systemd-run --property=DefaultDependencies=no"  # nothing to wait for
+    run = "systemd-run --property=DefaultDependencies=no"  # nothing to wait for
     for command in (
-        f"{start} sh -c '{ask}'",
+        f"{run} sh -c '{ask}'",
         f"until {asks}; do sleep 0.1; done",
-        f"{start} --unit={unit} sh -c 'exit 1'",
+        f"{run} --unit={unit} sh -c 'exit 1'",
         f"until systemctl is-failed {unit}; do sleep 0.1; done",
     ):
         computer.run(command, port=computer.guest.port)
@@ -141,8 +141,7 @@ def test_only_the_disk_that_asks_gets_the_passphrase(machine: Machine) -> None:
     crypttab = f"{root}\ndata /dev/z /etc/keys/data luks\n{home}\n"
     computer.run("cat >/etc/crypttab", crypttab.encode())
     module = MODULE.read_bytes()
-    of_dracut = b"require_binaries() { :; }; derror() { echo $*; }; dwarn() { :; }\n"
-    module += of_dracut
+    module += b"require_binaries() { :; }; derror() { echo $*; }; dwarn() { :; }\n"
     assert computer.run("bash", module + b"print_crypttab") == f"{root}\n{home}\n"
     computer.run("sed -i s/^cryptroot/renamed/ /etc/crypttab; mkdir /etc/initrd-ssh")
     computer.run("cd /etc/initrd-ssh; echo x | tee lan.network >authorized_keys")
