@@ -82,7 +82,7 @@ uninstall: ## remove the service, but not its settings and keys; PREFIX=, DESTDI
 	done
 	@echo "Your settings and keys are still in $(CONFIG)."
 
-test: $(VENV)/done ## run all tests, or T=tests/test_wake.py, or T='-k broadcast'
+test: $(VENV)/done ## run all tests, or T=tests/test_watch.py, or T='-k broadcast'
 ifdef T
 	$(BIN)/python -m pytest --numprocesses 9 --maxschedchunk 1 $(PYTEST_ARGS) $(T)
 else
@@ -99,7 +99,7 @@ fuzz: $(VENV)/done ## test with random requests and inputs; EXAMPLES=200, SEED=1
 	EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest $(PYTEST_ARGS) \
 		tests/test_properties.py tests/fuzz.py --hypothesis-seed $(SEED)
 
-siege: $(VENV)/done ## attack the daemon for 15 minutes, as root; ATTACK=heads
+siege: $(VENV)/done ## attack the daemon for 10 minutes, as root; ATTACK=heads
 	$(BIN)/python tests/siege.py 3 $(if $(ATTACK),"$(ATTACK)")
 
 breaks: $(VENV)/done ## break each promise: does a test notice? BREAK="some words"

@@ -41,37 +41,38 @@ import re
 import resource
 import secrets
 import select
+import shutil
 import signal
 import socket
 import socketserver
 import threading
 import time
 import warnings
+import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import IPv4Address
+from itertools import chain
 from pathlib import Path
-from threading import Event
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NewType, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NewType, TypeVar, cast
 
 if TYPE_CHECKING:  # imported only where needed, to save memory; paramiko takes 20 MB
     import io
-    import ssl
     from subprocess import Popen
 
-    from paramiko import PKey, Transport
+    from paramiko import Channel, PKey, Transport
 
 __version__ = "3.0.0.dev0"
 
 # ---- Values --------------------------------------------------------------------------
 # Parsers raise ValueError. No repr shows a secret.
 
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-HeaderFields = tuple[tuple[str, str], ...]  # names and values of header fields
+Header = tuple[str, str]  # a field's name and value
 Address = tuple[str, int]  # IP address and TCP port
 Mac = NewType("Mac", bytes)  # six octets
+HostKey = NewType("HostKey", bytes)  # a public key as SSH sends it, with its type
+T = TypeVar("T")
 
 
 def sha256(data: bytes) -> bytes:
@@ -116,27 +117,23 @@ def fingerprint(blob: bytes) -> str:
     return "SHA256:" + base64.b64encode(sha256(blob)).decode().rstrip("=")
 
 
-# A line has host names, a key type, the key and a comment. Host names and comments may
-# contain commas, so a comma ends a line only if another key follows. Lines that begin
-# with @revoked or @cert-authority do not match.
-KEY_TYPE: Final = "(?:ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(?:256|384|521))"
-HOSTS: Final = r"\s*(?:[^\s@]\S*\s+)?"
-HOST_KEY: Final = re.compile(
-    rf"{HOSTS}({KEY_TYPE})\s+([^\s,]+)"
-    rf"(?:\s(?:(?!{KEY_TYPE}\s+AAAA|@revoked|@cert-authority).)*?)?"
-    rf"(?:,(?={HOSTS}{KEY_TYPE}\s+AAAA)|\s*$)"
+# A line of a .pub or known_hosts file has host names, a key type, the key, a comment.
+HOST_KEY_LINE: Final = re.compile(
+    r"(?<![^\s,])(ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(?:256|384|521))\s+(AAAA[^\s,]+)"
 )
 
 
-class HostKey(NamedTuple):
-    """A public host key."""
-
-    kind: str
-    blob: bytes  # as SSH sends it
-
-    @classmethod
-    def parse(cls, kind: str, encoded: str) -> "HostKey":
-        """Parse one key from its type and base64 text."""
+def parse_host_keys(text: str) -> tuple[HostKey, ...]:
+    """Parse comma-separated lines of .pub or known_hosts files, if any."""
+    pairs = HOST_KEY_LINE.findall(text)
+    # A key of an unknown type must not pass as a comment on another.
+    if len(pairs) != len(re.findall(r"\bAAAA", text)) or (text and not pairs):
+        raise ValueError
+    # Two keys need a comma between them: the second must not pass as a comment.
+    if re.search(r"@(revoked|cert-authority)|AAAA[^,]*\sAAAA", text):
+        raise ValueError
+    keys: list[HostKey] = []
+    for kind, encoded in pairs:
         blob = base64.b64decode(encoded, validate=True)
         # RFC 4253, 6.6: each field of the blob follows its length in 4 bytes. The first
         # is the type. If the fields do not fill the blob, the paste was truncated.
@@ -146,23 +143,8 @@ class HostKey(NamedTuple):
             end += 4 + int.from_bytes(blob[end : end + 4])
         if end != len(blob) or blob == first or not blob.startswith(first):
             raise ValueError
-        return cls(kind, blob)
-
-    @classmethod
-    def parse_all(cls, text: str) -> tuple["HostKey", ...]:
-        """Parse comma-separated lines of .pub or known_hosts files, if any."""
-        keys: list[HostKey] = []
-        end = 0
-        while end < len(text):
-            found = HOST_KEY.match(text, end)
-            if not found:
-                raise ValueError
-            keys.append(cls.parse(found[1], found[2]))
-            end = found.end()
-        return tuple(keys)
-
-    def __str__(self) -> str:
-        return f"{self.kind} {base64.b64encode(self.blob).decode()}"
+        keys.append(HostKey(blob))
+    return tuple(keys)
 
 
 def plain_address(text: str) -> str:
@@ -173,159 +155,96 @@ def plain_address(text: str) -> str:
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
-def in_networks(address: str, networks: Iterable[Network]) -> bool:
-    return any(ipaddress.ip_address(address) in network for network in networks)
+def shown_path(path: Path) -> Path:
+    """Return where the user keeps a file of which systemd passes a copy.
+
+    For a missing one, it passes a single newline.
+    """
+    return Path("/etc/waker", path.name) if "credentials" in path.parts else path
 
 
-class FileKind(NamedTuple):
-    """A kind of file that a setting names."""
+class Config(NamedTuple):
+    """All settings, in the order of SETTINGS.
 
-    remedy: str  # how to create it; {} is its path
-    wrong: tuple[tuple[str, str], ...] = ()  # how wrong files begin, and the fix
-    private: bool = False  # must not be readable by others
+    `state` and `unlock` need only the first few, and leave the others empty.
+    """
 
-    def find_problem(self, path: Path) -> str:
-        """Return what is wrong with a file and how to fix it, or an empty string."""
-        try:
-            mode = path.stat().st_mode
-            if not path.is_file():
-                return f"{path} is not a file; correct the path"
-            content = path.read_bytes().decode("latin-1")
-        except FileNotFoundError:
-            return f"{path} is missing; correct the path, or {self.remedy.format(path)}"
-        except PermissionError:
-            advice = "use sudo; for the service, keep the file in /etc/waker"
-            return f"{path} cannot be read; {advice}"
-        except OSError as error:
-            return f"{path}: {error.strerror}; correct the path"
-        # waker.service passes a single newline for a missing file.
-        if content == "\n" and "credentials" in path.parts:
-            source = f"/etc/waker/{path.name}"
-            return f"{source} is missing; {self.remedy.format(source)}"
-        if not content.strip():
-            return f"{path} is empty; {self.remedy.format(path)}"
-        for beginning, fix in self.wrong:
-            if re.match(beginning, content):
-                return f"{path} {fix.format(path)}"
-        if self.private and mode & 0o007:
-            return f"{path} is open to others; chmod 600 {path}"
-        return ""
-
-
-PKCS8_FIX: Final = (
-    "is in PKCS#8 format; convert it with: ssh-keygen -p -N '' -f {} (for Ed25519,"
-    " OpenSSH 9.6 or later)"
-)
-# How common wrong files begin, and the fix. The first match wins.
-NOT_KEYS: Final = (
-    (r"(ssh|ecdsa)-", "is a public key; name the private one, without .pub"),
-    (r"PuTTY-", "is in PuTTY's format; run puttygen {0} -O private-openssh -o {0}.new"),
-    (
-        r"\0\0\0",
-        "is in dropbear's format; run dropbearconvert dropbear openssh {0} {0}.new",
-    ),
-    (r"(?s)(?!.*PRIVATE KEY)", "must be an Ed25519, ECDSA or RSA private key"),
-)
-NOT_SSH_KEYS: Final = (
-    (r"\s*-+BEGIN (ENCRYPTED )?PRIVATE KEY", PKCS8_FIX),
-    *NOT_KEYS,
-)
-MAKE_KEY: Final = "make it with: ssh-keygen -t ed25519 -N '' -f {}"
-MAKE_CERT: Final = (
-    "make certificate and key with: openssl req -x509 -newkey rsa:3072 -nodes -days 365"
-    " -subj /CN=waker -keyout key.pem -out cert.pem"
-)
-SSH_KEY: Final = FileKind(MAKE_KEY, NOT_SSH_KEYS, private=True)
-TLS_CERT: Final = FileKind(MAKE_CERT)
-TLS_KEY: Final = FileKind(MAKE_CERT, NOT_KEYS, private=True)
-SETTINGS_FILE: Final = FileKind("copy waker.env.example there and edit it")
+    host: str = ""  # an IP address
+    initrd_port: int = 0
+    system_port: int = 0
+    user: str = ""
+    key: Path = Path()
+    host_keys: tuple[HostKey, ...] = ()
+    mac: Mac = Mac(b"")
+    broadcast: IPv4Address = IPv4Address(0)
+    name: str = ""
+    pin: Pin | None = None
+    listen: Address = ("", 0)
+    proxies: frozenset[str] = frozenset()  # addresses whose X-Forwarded-For counts
+    packet_port: int = 9  # UDP; fixed by the interface, but the demo needs another
 
 
 class Fault(Exception):
     """An HTTP error response."""
 
-    def __init__(self, status: int, text: str, *headers: tuple[str, str]) -> None:
+    def __init__(self, status: int, text: str, *headers: Header) -> None:
         super().__init__(text)
         self.status = status
         self.headers = headers
 
 
 # ---- Outcomes ------------------------------------------------------------------------
-# The outcomes of an unlock. Only text printed by the initrd means UNLOCKED or
+# How an unlock or a start can end. Only text printed by the initrd means UNLOCKED or
 # WRONG_PASSPHRASE.
 
 UNSENT: Final = "The passphrase was not sent."
-SENT_BUT: Final = "Not confirmed: the passphrase was sent, but "
-OLD_SCRIPT_FIX: Final = (
-    "the initrd's unlock script is waker 2's. Type the passphrase at the server, or put"
-    " waker 2.1 back on this box; then renew the initrd's unlock script"
-    " (docs/initrds.md)"
-)
-MAY_GIVE_UP: Final = (
-    ". Be careful: after another wrong passphrase, systemd may give up until you"
-    " restart the server (unless crypttab has tries=0)"
-)
-SUCCESSES: Final = ("unlocked", "already_open", "up")  # words of Outcome
 
 
 class Outcome(enum.Enum):
-    """The outcome of an unlock: a word for programs and a sentence for people.
+    """How an unlock or a start ended.
 
-    A detail may follow the sentence.
+    A word for programs, the HTTP status of POST /api/unlock, and a sentence for people,
+    which a detail may follow.
     """
 
-    UNLOCKED = "unlocked", "Unlocked: "
-    WRONG_PASSPHRASE = "wrong_passphrase", "Wrong passphrase for "
-    GAVE_UP = (
-        "gave_up",
-        "the server stopped asking for the passphrase and must be restarted",
-    )
-    ASKS = "not_confirmed", f"{SENT_BUT}a disk is still asking"
-    NOT_CONFIRMED = "not_confirmed", SENT_BUT
-    # Before the passphrase was sent:
-    ALL_OPEN = "already_open", "no passphrase is needed: all disks seem to be open"
-    BOOTED = "up", "no passphrase is needed: the system is already up"
-    OTHER_HOST_KEY = "host_key_differs", "the host key differs: "
-    KEY_REFUSED = "key_refused", "the server refused waker's SSH key "
-    UNREACHABLE = "not_asked", "port "
-    BROKEN_OFF = "not_asked", "the SSH server hung up or stopped responding during "
-    TOO_EARLY = "not_asked", "the initrd is not ready yet; try again in a few seconds"
-    IDLE = "not_asked", "no disk is asking yet: too early, or already unlocked"
-    LOST = "not_asked", "the connection was lost before a disk asked; try again"
-    SILENT = "not_asked", "logged in, but no disk asked for its passphrase in time"
-    TOO_MUCH = "not_asked", "the unlock command wrote too much text without asking"
-    ENDED = "not_asked", "the unlock command ended without asking; try again"
-    MISSING = "error", "logged in, but there is no unlock command: see docs/initrds.md"
-    REFUSED = "error", "logged in, but the server refuses to run the unlock command"
-    OLD_SCRIPT = "error", OLD_SCRIPT_FIX
-    NO_MEMORY = "error", "out of memory while talking to the SSH server"
-    REPORTED = "error", "the initrd reports: "
-    ERROR = "error", ""
+    UNLOCKED = "unlocked", 200, "Unlocked: "
+    ALREADY_OPEN = "already_open", 200, "all disks seem to be open already"
+    UP = "up", 200, "the system is already up"
+    WRONG_PASSPHRASE = "wrong_passphrase", 400, "Wrong passphrase for disk "
+    NOT_CONFIRMED = "not_confirmed", 500, "Not confirmed: the passphrase was sent, but "
+    GAVE_UP = "gave_up", 500, "the server stopped asking and must be restarted"
+    HOST_KEY_DIFFERS = "host_key_differs", 500, "the host key differs: "
+    KEY_REFUSED = "key_refused", 500, "the server refused waker's SSH key "
+    NOT_ASKED = "not_asked", 500, ""  # trying again is safe
+    NOT_AWAKE = "not_awake", 500, "the server "
+    NOT_UP = "not_up", 500, ""
+    CANCELLED = "cancelled", 500, "cancelled"
+    ERROR = "error", 500, ""
+
+    def __init__(self, word: str, status: int, sentence: str) -> None:
+        self.word = word
+        self.status = status
+        self.sentence = sentence
 
 
-class Result(NamedTuple):
-    """The result of an unlock as it is reported; `outcome` is for programs."""
-
-    outcome: str
-    sent: bool  # whether the passphrase may have been sent
-    message: str
-
-    @classmethod
-    def of(cls, outcome: Outcome, detail: str = "", *, sent: bool) -> "Result":
-        """Build the message; add whether it was sent unless the words imply it."""
-        word, sentence = outcome.value
-        message = f"{sentence}{detail}."
-        if word not in ("unlocked", "not_confirmed", "wrong_passphrase"):
-            message += " The passphrase was sent." if sent else f" {UNSENT}"
-        return cls(word, sent, message)
+OUTCOMES: Final = {outcome.word: outcome for outcome in Outcome}
+IMPLY_SENT: Final = Outcome.UNLOCKED, Outcome.WRONG_PASSPHRASE, Outcome.NOT_CONFIRMED
 
 
-class NotSent(Exception):
-    """Why an unlock ends before the passphrase is sent."""
+class Result(Exception):
+    """How an unlock or a start ended. Raised where it ends early."""
 
-    def __init__(self, outcome: Outcome, detail: str = "") -> None:
-        super().__init__(outcome.value[1] + detail)
-        self.result = Result.of(outcome, detail, sent=False)
+    hint: str | None = None  # advice, if there is any
+
+    def __init__(
+        self, outcome: Outcome, words: str = "", *, sent: bool = False
+    ) -> None:
+        super().__init__(outcome.sentence + words)
+        self.outcome = outcome
+        self.sent = sent  # whether the passphrase may have been sent
+        self.message = f"{self}."
+        if outcome not in IMPLY_SENT:
+            self.message += " The passphrase was sent." if sent else f" {UNSENT}"
 
 
 # ---- The initrd's words --------------------------------------------------------------
@@ -334,78 +253,122 @@ class NotSent(Exception):
 
 COMMAND: Final = "cryptroot-unlock"
 DISK: Final = r"([^\x00-\x20\x7f-\xa0]+)"  # its name, without spaces
-CAREFUL: Final = f"{COMMAND}: systemd may give up after another wrong passphrase"
-# Each line of output is searched for these patterns, and the first match wins. A group
-# names the disk, or an error. Source: cryptsetup-initramfs 2.6.1 to 2.8.8.
-WORDS: Final = (
-    (rf"Please unlock disk {DISK}", Outcome.ASKS),
-    (rf"cryptsetup: {DISK} set up successfully", Outcome.UNLOCKED),
-    ("bad password or options", Outcome.WRONG_PASSPHRASE),
-    ("maximum number of tries", Outcome.WRONG_PASSPHRASE),
-    ("Timeout reached while waiting for askpass", Outcome.IDLE),
-    ("Try again later", Outcome.TOO_EARLY),
-    # These are ours.
-    (f"^{COMMAND}: every disk is open$", Outcome.ALL_OPEN),
-    (f"^{COMMAND}: gave up on ", Outcome.GAVE_UP),
-    (f"^{COMMAND}: the system has booted$", Outcome.BOOTED),
-    (f"^{COMMAND}: (.+)", Outcome.REPORTED),
-    ("^waker:", Outcome.OLD_SCRIPT),
+NEVER: Final = "(?!)"  # a pattern that matches nothing
+NOT_READY: Final = "the initrd is not ready yet; try again in a few seconds"
+NO_PROMPT: Final = "logged in, but no disk asked; try again in a few seconds"
+MAY_GIVE_UP: Final = (
+    "Be careful: after another wrong passphrase, systemd may give up until you restart"
+    " the server (unless crypttab has tries=0)."
+)
+OLD_SCRIPT_FIX: Final = (
+    "the initrd's unlock script is waker 2's. Type the passphrase at the server, or put"
+    " waker 2.1 back on this box; then renew the script (docs/initrds.md)"
 )
 
 
-class Machine(NamedTuple):
-    """The machine to wake and unlock."""
+class Event(enum.Enum):
+    """What the initrd says, or why it says no more.
 
-    host: str
-    initrd_port: int
-    system_port: int
-    user: str
-    key: Path
-    host_keys: tuple[HostKey, ...]
+    A pattern to search each line of output for, and what a match means for an unlock.
+    The first match wins. A group names the disk, or an error. Source:
+    cryptsetup-initramfs 2.6.1 to 2.8.8; the lines with COMMAND are ours.
+    """
 
-    def settings(self) -> dict[str, str]:
-        return {
-            "WAKER_HOMELAB_HOST": self.host,
-            "WAKER_INITRD_SSH_PORT": str(self.initrd_port),
-            "WAKER_SYSTEM_SSH_PORT": str(self.system_port),
-            "WAKER_SSH_USER": self.user,
-            "WAKER_SSH_KEY": str(self.key),
-            "WAKER_SSH_HOST_KEY": ",".join(map(str, self.host_keys)),
-        }
+    # Verdicts: they count only after the passphrase was sent.
+    OPENED = rf"cryptsetup: {DISK} set up successfully", Outcome.UNLOCKED, ""
+    REJECTED = (
+        "bad password or options|maximum number of tries",
+        Outcome.WRONG_PASSPHRASE,
+        "",
+    )
+    WARNED = f"^{COMMAND}: systemd may give", Outcome.WRONG_PASSPHRASE, MAY_GIVE_UP
+    GAVE_UP = f"^{COMMAND}: gave up on ", Outcome.GAVE_UP, ""
+    # The others count only before.
+    ASKS = rf"Please unlock disk {DISK}", Outcome.NOT_CONFIRMED, ""
+    ALL_OPEN = f"^{COMMAND}: every disk is open$", Outcome.ALREADY_OPEN, ""
+    BOOTED = f"^{COMMAND}: the system has booted$", Outcome.UP, ""
+    TOO_EARLY = "waiting for askpass|Try again later", Outcome.NOT_ASKED, NOT_READY
+    REPORTED = f"^{COMMAND}: (.+)", Outcome.ERROR, "the initrd reports: "
+    OLD_SCRIPT = "^waker:", Outcome.ERROR, OLD_SCRIPT_FIX
+    # A command that ends, or does not:
+    ENDED = NEVER, Outcome.NOT_ASKED, NO_PROMPT
+    LOST = NEVER, Outcome.NOT_ASKED, "the connection was lost before a disk asked"
+    NO_COMMAND = NEVER, Outcome.ERROR, "no unlock command can run: see docs/initrds.md"
 
-
-class Config(NamedTuple):
-    """All settings, in the order of SETTINGS, and constants that only tests change."""
-
-    machine: Machine
-    mac: Mac
-    broadcast: IPv4Address
-    name: str
-    pin: Pin
-    listen: Address
-    tls_cert: Path | None
-    tls_key: Path | None
-    proxies: tuple[Network, ...]  # whose X-Forwarded-For is believed
-    packet_port: int = 9  # UDP; fixed by the interface
-    unlock_seconds: int = 90  # room for a slow key derivation on a slow machine
-    packet_seconds: float = 10  # between packets, while nothing answers
-    retry_seconds: float = 5  # between tries to unlock, while no disk asks
-    prompt_seconds: float = 120  # for a disk to ask, counted from the first try
-    doubt_seconds: float = 45  # before the message says that the initrd still runs
-    start_seconds: float = 600  # for the initrd to come up, and then for the system
+    def __init__(self, pattern: str, outcome: Outcome, words: str) -> None:
+        self.pattern = pattern
+        self.outcome = outcome
+        self.words = words
 
 
-# ---- Watching ------------------------------------------------------------------------
-# Check the machine by connecting to its two ports, within a second.
+# ---- Log -----------------------------------------------------------------------------
+# Events that matter, one per line, on standard error. No line contains a PIN, a
+# passphrase, a token, or the text of an exception, which might quote one.
 
-PROBE_SECONDS: Final = 0.8  # for a port to answer: a LAN takes milliseconds
+MAX_LOG_LINE: Final = 1000  # characters; less than PIPE_BUF, so a write is atomic
+
+
+def printable(text: str) -> str:
+    return re.sub("[^ -~]", lambda odd: ascii(odd[0])[1:-1], text)
+
+
+def log(text: str) -> None:
+    """Write a line, or drop it if writing would block the daemon."""
+    with contextlib.suppress(OSError):  # a broken log must not stop the daemon
+        if select.select([], [2], [], 0)[1]:
+            os.write(2, f"{printable(text)[:MAX_LOG_LINE]}\n".encode())
+
+
+def describe_bug(error: BaseException) -> str:
+    """Return the type and place of an error, but not its text."""
+    place = error.__traceback__
+    while place and place.tb_next:
+        place = place.tb_next
+    if not place:
+        return f"bug: {type(error).__name__}"
+    file = Path(place.tb_frame.f_code.co_filename).name
+    return f"bug: {type(error).__name__}, {file}:{place.tb_lineno}"
+
+
+# ---- Waking and watching -------------------------------------------------------------
+# A magic packet leaves by the interface that leads to the machine. Check the machine by
+# connecting to its two ports, within a second.
+
+PROBE_SECONDS: Final = 0.4  # for each port to answer: a LAN takes milliseconds
+
+
+def find_source(config: Config, *, on_link: bool = False) -> str:
+    """Return the address that the magic packet leaves from. Raises: OSError."""
+    limited = str(config.broadcast) == "255.255.255.255"  # which has no route
+    toward = config.host if limited else str(config.broadcast)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+        udp.setsockopt(socket.SOL_SOCKET, socket.SO_DONTROUTE, on_link)
+        udp.connect((toward, config.packet_port))
+        return str(udp.getsockname()[0])
+
+
+def wake(config: Config) -> str:
+    """Send the magic packet and return a success message. Raises: Fault 500."""
+    # Source: AMD publication 20213, Magic Packet Technology
+    packet = b"\xff" * 6 + config.mac * 16
+    try:
+        source = find_source(config)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+            udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+            udp.bind((source, 0))
+            for _ in range(3):  # UDP loses some
+                udp.sendto(packet, (str(config.broadcast), config.packet_port))
+    except OSError as error:
+        raise Fault(500, f"Failed to send WOL packet: {error.strerror}") from None
+    return f"Magic packet sent to {config.mac.hex(':')} from {source}"
 
 
 class PortState(enum.Enum):
     """The state of a TCP port, in words for people."""
 
     OPEN = "is open"
-    CLOSED = "refuses connections"  # which proves that the machine is on
+    CLOSED = "refuses connections"  # which proves that something answers
     SILENT = "does not answer"
     UNKNOWN = "could not be checked; is WAKER_HOMELAB_HOST right?"  # our own failure
 
@@ -444,9 +407,13 @@ def open_tcp(host: str, port: int, seconds: float) -> socket.socket:
 
 def probe_port(host: str, port: int, *, banner: bool = False) -> tuple[PortState, str]:
     """Return a port's state and, if asked for, its SSH banner."""
-    deadline = time.monotonic() + PROBE_SECONDS
+    received = b""
     try:
-        tcp = open_tcp(host, port, PROBE_SECONDS)
+        with open_tcp(host, port, PROBE_SECONDS) as tcp:
+            # It fails unless connected; Linux may report success too early.
+            tcp.getpeername()
+            with contextlib.suppress(OSError):  # none in time, or the peer has gone
+                received = tcp.recv(255) if banner else b""
     except (ConnectionRefusedError, ConnectionResetError):
         return PortState.CLOSED, ""
     except OSError as error:
@@ -454,46 +421,31 @@ def probe_port(host: str, port: int, *, banner: bool = False) -> tuple[PortState
         if isinstance(error, TimeoutError) or error.errno == errno.EHOSTUNREACH:
             return PortState.SILENT, ""
         return PortState.UNKNOWN, ""
-    state, received = PortState.UNKNOWN, b""
-    with tcp, contextlib.suppress(OSError):  # no banner in time, or the peer has gone
-        tcp.getpeername()  # fails unless connected; Linux may report success too early
-        state = PortState.OPEN
-        while banner and b"\n" not in received and len(received) < 255:
-            tcp.settimeout(max(deadline - time.monotonic(), 0.001))
-            received += tcp.recv(255) or b"\n"
-    return state, received.partition(b"\n")[0].decode("latin-1").strip()
+    # Half a banner is none: "SSH-2.0-" could become anything.
+    return PortState.OPEN, received.rpartition(b"\n")[0].decode("latin-1").strip()
 
 
-def check_ports(machine: Machine) -> PortStates:
-    """Check both ports at once; on a shared port, dropbear means the initrd."""
-    if machine.initrd_port == machine.system_port:
-        state, banner = probe_port(machine.host, machine.system_port, banner=True)
-        if state is not PortState.OPEN:
-            return PortStates(state, state)
-        if not banner:  # SSH is not up yet
-            return PortStates(PortState.CLOSED, PortState.CLOSED)
-        if "dropbear" in banner:
-            return PortStates(initrd=PortState.OPEN, system=PortState.CLOSED)
-        return PortStates(initrd=PortState.CLOSED, system=PortState.OPEN)
-    ports = machine.initrd_port, machine.system_port
-    states = dict.fromkeys(ports, PortState.UNKNOWN)
-
-    def probe(port: int) -> None:
-        states[port], _ = probe_port(machine.host, port)
-
-    other = threading.Thread(target=probe, args=(machine.system_port,))
-    with contextlib.suppress(RuntimeError):  # no thread can start: both stay unknown
-        other.start()
-        probe(machine.initrd_port)
-        other.join()
-    return PortStates(*states.values())
+def check_ports(config: Config) -> PortStates:
+    """Check both ports; on a shared port, dropbear means the initrd."""
+    host = config.host
+    if config.initrd_port != config.system_port:
+        initrd, _ = probe_port(host, config.initrd_port)
+        system, _ = probe_port(host, config.system_port)
+        return PortStates(initrd, system)
+    state, banner = probe_port(host, config.system_port, banner=True)
+    if not banner:  # not open, or SSH is not up yet
+        state = PortState.CLOSED if state is PortState.OPEN else state
+        return PortStates(state, state)
+    if "dropbear" in banner:
+        return PortStates(initrd=PortState.OPEN, system=PortState.CLOSED)
+    return PortStates(initrd=PortState.CLOSED, system=PortState.OPEN)
 
 
 class Watcher:
     """Checks the ports at most once a second and shares the result."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+    def __init__(self, config: Config) -> None:
+        self._config = config
         self._lock = threading.Lock()
         self._checked = -math.inf  # `now` of the last check, in monotonic seconds
         self._states = PortStates(PortState.UNKNOWN, PortState.UNKNOWN)
@@ -502,7 +454,7 @@ class Watcher:
         """Return a result that is at most a second old."""
         with self._lock:
             if now >= self._checked + 1:  # OpenSSH 9.8 penalises frequent connections
-                self._states = check_ports(self._machine)
+                self._states = check_ports(self._config)
                 self._checked = now
             return self._states
 
@@ -510,47 +462,47 @@ class Watcher:
 # ---- Unlocking -----------------------------------------------------------------------
 # `waker.py unlock` unlocks one machine once and exits, which frees its memory. Even a
 # verified server may lie: trust as little of its output as possible, and report only
-# disk names. After `not_asked`, retrying is safe.
+# disk names.
 
 CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
 LOST_SECONDS: Final = 10  # without acknowledgement, before the connection is lost
-HANDSHAKE_SECONDS: Final = 10  # key exchange, and login: slow boxes take one or two
 PROMPT_SECONDS: Final = 60  # for the first prompt: an emulated machine took 30
 NEXT_PROMPT_SECONDS: Final = 15  # for the next disk
 END_SECONDS: Final = 3  # for a command to end after its verdict
+UNLOCK_SECONDS: Final = 90  # room for a slow key derivation on a slow machine
 MAX_LINE: Final = 65536  # bytes of output; no initrd writes a longer line
-MAX_OUTPUT: Final = 1 << 20  # bytes of output of one command
 MAX_DISKS: Final = 16  # disks to answer; a lying server could keep asking
-VERDICTS: Final = (Outcome.UNLOCKED, Outcome.WRONG_PASSPHRASE)
 SENT_REPORT: Final = '{"sent": true}'  # printed before the passphrase is sent
-NO_PARAMIKO: Final = "paramiko is missing or incomplete; install python3-paramiko"
 NOT_PINNED: Final = "no host key is pinned; run waker check while the initrd waits"
-# paramiko re-raises whatever ended its thread, so catch everything.
-PEER_ERRORS: Final = Exception
-SHORTAGES: Final = MemoryError, RuntimeError  # no memory left, or no thread can start
+PEER_ERRORS: Final = Exception  # paramiko re-raises whatever ended its thread
 
 
-def open_transport(machine: Machine) -> "Transport":
-    """Connect; offer no SHA-1, MD5 or CBC. Raises: NotSent."""
+def explain_no_paramiko() -> str:
+    """Say how to install paramiko on this system."""
+    packages = {
+        "apt": "apt install python3-paramiko",
+        "opkg": "opkg install python3-paramiko",
+        "apk": "apk add python3-paramiko python3-six",
+    }
+    tool = next(filter(shutil.which, packages), "")
+    remedy = packages.get(tool, "pip install paramiko")
+    return f"paramiko is missing or incomplete; install it with: {remedy}"
+
+
+def open_transport(config: Config, seconds: float) -> "Transport":
+    """Connect for at most `seconds`; offer no SHA-1, MD5 or CBC. Raises: Result."""
     try:
         import paramiko
 
         paramiko.util.get_logger("paramiko").setLevel("CRITICAL")  # it logs tracebacks
     except (ImportError, AttributeError):  # a newer cryptography has removed something
-        raise NotSent(Outcome.ERROR, NO_PARAMIKO) from None
-    reason = "does not speak SSH"
+        raise Result(Outcome.ERROR, explain_no_paramiko()) from None
     try:
-        tcp = open_tcp(machine.host, machine.initrd_port, CONNECT_SECONDS)
-        banner = tcp.recv(255, socket.MSG_PEEK)
-    except TimeoutError:
-        banner = b""
-        reason = f"did not answer within {CONNECT_SECONDS} s"
+        tcp = open_tcp(config.host, config.initrd_port, CONNECT_SECONDS)
     except OSError as error:
-        banner = b""
-        reason = f"cannot be reached: {error.strerror}"
-    if not banner or not b"SSH-".startswith(banner[:4]):
-        where = f"{machine.initrd_port} of {machine.host}"
-        raise NotSent(Outcome.UNREACHABLE, f"{where} {reason}")
+        detail = f"port {config.initrd_port} of {config.host} cannot be reached"
+        reason = error.strerror or "no answer"
+        raise Result(Outcome.NOT_ASKED, f"{detail}: {reason}") from None
     # Send small packets at once, and notice a machine that has lost its power.
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -558,161 +510,132 @@ def open_transport(machine: Machine) -> "Transport":
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_SECONDS * 1000)
     transport = paramiko.Transport(tcp)
-    transport.auth_timeout = HANDSHAKE_SECONDS
+    # All of paramiko's waits end with the connection. Its own limits follow the wall
+    # clock, which a box without a battery sets late.
+    transport.auth_timeout = math.inf
+    watchdog = threading.Timer(seconds, transport.close)
+    watchdog.daemon = True
+    watchdog.start()
     options = transport.get_security_options()
     options.kex = [name for name in options.kex if "sha1" not in name]
     options.digests = [name for name in options.digests if "sha2" in name]
     options.ciphers = [name for name in options.ciphers if re.search("ctr|gcm", name)]
     # Prefer the pinned key type, but accept others so that their fingerprint can be
     # reported. RSA signs with rsa-sha2-256 or -512.
-    pinned = tuple(key.kind.replace("ssh-rsa", "rsa-sha2") for key in machine.host_keys)
+    kinds = (key[4 : 4 + int.from_bytes(key[:4])] for key in config.host_keys)
+    pinned = tuple(kind.decode().replace("ssh-rsa", "rsa-sha2") for kind in kinds)
     strong = [name for name in options.key_types if name not in ("ssh-rsa", "ssh-dss")]
     options.key_types = sorted(strong, key=lambda name: not name.startswith(pinned))
     return transport
 
 
-def exchange_keys(transport: "Transport", machine: Machine) -> HostKey:
-    """Return the host key that the server proved to have. Raises: NotSent."""
+def verify(transport: "Transport", config: Config) -> None:
+    """Exchange keys; check that the host key is pinned. Raises: Result."""
     try:
-        transport.start_client(timeout=HANDSHAKE_SECONDS)
+        transport.start_client()
         key = transport.get_remote_server_key()
-    except SHORTAGES:
-        raise
     except PEER_ERRORS:
-        kinds = " or ".join(key.kind for key in machine.host_keys) or "none"
-        detail = "key exchange; the server and paramiko may share no algorithm or"
-        detail += f" host key type (pinned: {kinds})"
-        raise NotSent(Outcome.BROKEN_OFF, detail) from None
-    return HostKey(key.get_name(), key.asbytes())
+        detail = "the SSH server hung up, stopped responding, or shares no algorithm"
+        raise Result(Outcome.NOT_ASKED, f"{detail} with paramiko") from None
+    is_shared = config.initrd_port == config.system_port
+    if is_shared and "dropbear" not in transport.remote_version:
+        raise Result(Outcome.UP)
+    seen = fingerprint(key.asbytes())
+    if not config.host_keys:
+        detail = f"the host key {seen} is not pinned. If it is your server's, set"
+        detail += f" WAKER_SSH_HOST_KEY={key.get_name()} {key.get_base64()}"
+        raise Result(Outcome.ERROR, detail)
+    if key.asbytes() not in config.host_keys:
+        pins = " or ".join(map(fingerprint, config.host_keys))
+        detail = f"pinned {pins}, seen {seen}. Is the system up, or was its key pinned?"
+        raise Result(Outcome.HOST_KEY_DIFFERS, f"{detail} If not, suspect an impostor")
 
 
-def verify(seen: HostKey, machine: Machine) -> None:
-    """Check that the host key is pinned. Raises: NotSent."""
-    if seen not in machine.host_keys:
-        pins = " or ".join(fingerprint(key.blob) for key in machine.host_keys)
-        detail = f"pinned {pins}, seen {fingerprint(seen.blob)}. Is the system"
-        detail += " up, or was its key pinned? If neither, suspect an impostor"
-        raise NotSent(Outcome.OTHER_HOST_KEY, detail)
+def find_key_problem(path: Path) -> str:
+    """Return what is wrong with the file of our private key, or an empty string."""
+    shown = shown_path(path)
+    remedy = f"make it with: ssh-keygen -t ed25519 -N '' -f {shown}"
+    try:
+        if "PRIVATE KEY" not in path.read_text("latin-1"):
+            return f"{shown} is not a private key; {remedy}"
+        if path.stat().st_mode & 0o007:
+            return f"{shown} is open to others; chmod 600 {shown}"
+    except FileNotFoundError:
+        return f"{shown} is missing; correct the path, or {remedy}"
+    except OSError as error:
+        return f"{shown}: {error.strerror}"
+    return ""
 
 
 def load_key(path: Path) -> "PKey":
-    """Load our private key, whatever its type. Raises: NotSent."""
+    """Load our private key, whatever its type. Raises: Result."""
     import paramiko
 
-    problem = SSH_KEY.find_problem(path)
-    if problem:
-        raise NotSent(Outcome.ERROR, f"SSH key {problem}")
     for kind in (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey):
-        try:
+        with contextlib.suppress(PEER_ERRORS):  # another type
             return kind.from_private_key_file(str(path))
-        except paramiko.PasswordRequiredException:
-            reason = f"SSH key {path} has a passphrase; remove it with: ssh-keygen -p"
-            reason += f" -N '' -f {path}"
-            raise NotSent(Outcome.ERROR, reason) from None
-        except SHORTAGES:
-            raise
-        except PEER_ERRORS:
-            continue  # another type, or damaged
-    reason = f"SSH key {path} is damaged, or not an Ed25519, ECDSA or RSA key"
-    raise NotSent(Outcome.ERROR, reason)
+    shown = shown_path(path)
+    problem = f"{shown} has a passphrase, is damaged, or not in OpenSSH's format"
+    raise Result(Outcome.ERROR, f"SSH key {find_key_problem(path) or problem}")
 
 
-def log_in(transport: "Transport", machine: Machine) -> None:
-    """Authenticate with WAKER_SSH_KEY and nothing else. Raises: NotSent."""
-    key = load_key(machine.key)
-    try:
-        transport.auth_publickey(machine.user, key)
-    except SHORTAGES:
-        raise
-    except PEER_ERRORS as error:
-        if isinstance(transport.saved_exception, MemoryError):
-            raise NotSent(Outcome.NO_MEMORY) from None
-        if "timeout" in str(error) or not transport.is_active():
-            raise NotSent(Outcome.BROKEN_OFF, "login") from None
+def log_in(transport: "Transport", config: Config) -> None:
+    """Authenticate with WAKER_SSH_KEY and nothing else. Raises: Result."""
+    key = load_key(config.key)
+    with contextlib.suppress(PEER_ERRORS):
+        transport.auth_publickey(config.user, key)
+    if not transport.is_active():
+        detail = "the SSH server hung up or stopped responding during login"
+        raise Result(Outcome.NOT_ASKED, detail)
     if not transport.is_authenticated():
-        detail = f"{fingerprint(key.asbytes())} for user {machine.user}: add it"
-        detail += " to the initrd's authorized_keys and rebuild the initrd, or correct"
-        detail += " WAKER_SSH_USER, or install that user's shell in the initrd"
-        raise NotSent(Outcome.KEY_REFUSED, detail)
+        detail = f"{fingerprint(key.asbytes())} for user {config.user}: add it to the"
+        detail += " initrd's authorized_keys and rebuild the initrd, or correct"
+        raise Result(Outcome.KEY_REFUSED, f"{detail} WAKER_SSH_USER")
 
 
-class Command:
-    """One run of the unlock command, read as a sequence of events."""
+def explain_end(transport: "Transport") -> Event:
+    """Tell a command that ended from a connection that was lost."""
+    transport.join(1)  # it may be about to notice
+    return Event.ENDED if transport.is_active() else Event.LOST
 
-    def __init__(self, transport: "Transport") -> None:
-        self.careful = False  # whether the initrd has warned of giving up
-        self._lines: deque[bytes] = deque()  # of the output, not yet read as events
-        self._rest = b""  # a line that is not complete yet
-        self._received = 0  # bytes, in all
-        self._channel = transport.open_session()
-        self._channel.set_combine_stderr(True)
-        self._channel.exec_command(COMMAND)
 
-    def _receive(self) -> bool:
-        """Take some output; False if it has ended. Raises: TimeoutError."""
-        data = self._channel.recv(65536)
-        self._received += len(data)
-        end = data or b"\n"  # the end completes the last line
-        *lines, rest = (self._rest + end).split(b"\n")
-        self._lines += lines
-        self._rest = rest[-MAX_LINE:]
-        return bool(data)
+def read_events(channel: "Channel", until: float) -> Iterator[tuple[Event, str]]:
+    """Yield each event in the command's output, with the disk or error that it names.
 
-    def _find_event(self) -> tuple[Outcome, str] | None:
-        """Return the next event in the lines, and the disk that it names."""
-        while self._lines:
-            line = self._lines.popleft().decode(errors="backslashreplace")
-            if line == CAREFUL:
-                self.careful = True
-                continue
-            for pattern, event in WORDS:
-                found = re.search(pattern, line)
-                if found:
-                    return event, "".join(found.groups())
-        return None
-
-    def next_event(self, until: float) -> tuple[Outcome, str]:
-        """Return the next event and the disk that it names, or why there is none."""
-        ended = False
-        while not (event := self._find_event()):
-            if ended:
-                self._channel.status_event.wait(END_SECONDS)  # it may follow the output
-                missing = Outcome.MISSING
-                endings = {0: Outcome.ALL_OPEN, 126: missing, 127: missing}
-                return endings.get(self._channel.exit_status, Outcome.ENDED), ""
-            if self._received > MAX_OUTPUT:
-                self._channel.get_transport().close()
-                return Outcome.TOO_MUCH, ""
-            # With a timeout of 0, `recv` still returns what arrived in time.
-            self._channel.settimeout(max(until - time.monotonic(), 0))
-            try:
-                ended = not self._receive()
-            except TimeoutError:
-                return Outcome.SILENT, ""
-        return event
-
-    def answer(self, passphrase: Passphrase, disk: str, until: float) -> Outcome:
-        """Send the passphrase and return the verdict.
-
-        Ignore earlier output, and success messages for other disks.
-        """
-        while self._channel.recv_ready() and self._received <= MAX_OUTPUT:
-            self._receive()
-        self._lines.clear()
-        self._rest = b""
+    The last event says why there are no more.
+    """
+    rest = b""  # a line that is not complete yet
+    data = b"x"
+    while data:
+        # With a timeout of 0, `recv` still returns what arrived in time.
+        channel.settimeout(max(until - time.monotonic(), 0))
         try:
-            self._channel.settimeout(0)  # an honest server's window has room for it
-            # Debian's command reads to the end of input, so a newline would become
-            # part of the passphrase.
-            self._channel.sendall(passphrase.data)
-        except PEER_ERRORS:
-            return Outcome.ENDED
-        with contextlib.suppress(PEER_ERRORS):  # the command may have ended already
-            self._channel.shutdown_write()
-        event, named = self.next_event(until)
-        while event is Outcome.UNLOCKED and named != disk:
-            event, named = self.next_event(until)
-        return event
+            data = channel.recv(65536)
+        except TimeoutError:
+            if time.monotonic() < until:  # paramiko asked the wall clock, which was set
+                continue
+            yield Event.ENDED, ""
+            return
+        end = data or b"\n"  # the end completes the last line
+        *lines, rest = (rest + end).split(b"\n")
+        rest = rest[-MAX_LINE:]
+        for line in lines:
+            text = line.decode(errors="backslashreplace")
+            for event in Event:
+                found = re.search(event.pattern, text)
+                if found:
+                    yield event, "".join(found.groups())
+                    break
+    channel.status_event.wait(END_SECONDS)  # it may follow the output
+    endings = {0: Event.ALL_OPEN, 126: Event.NO_COMMAND, 127: Event.NO_COMMAND}
+    last = endings.get(channel.exit_status, Event.ENDED)
+    yield (explain_end(channel.get_transport()) if last is Event.ENDED else last), ""
+
+
+def set_ending_signals(action: signal.Handlers) -> None:
+    """Set the action for ^C, for a terminal that hangs up, and for a cancel."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, action)
 
 
 class Session:
@@ -723,183 +646,174 @@ class Session:
     ) -> None:
         self._transport = transport
         self._passphrase = passphrase
-        self._deadline = deadline
+        self._deadline = deadline  # monotonic seconds
+        self._hint: str | None = None
         self._opened: list[str] = []  # disks, in this session
         self._answered: set[str] = set()  # disks that asked
 
-    def _explain_end(self, event: Outcome) -> Outcome:
-        """Return the event; if the connection ended with the command, return why."""
-        if event not in (Outcome.ENDED, Outcome.REFUSED):
-            return event
-        self._transport.join(1)  # it may be about to notice that the connection ended
-        if isinstance(self._transport.saved_exception, MemoryError):
-            return Outcome.NO_MEMORY
-        if self._transport.is_active():
-            return event
-        return Outcome.LOST if time.monotonic() < self._deadline else Outcome.SILENT
-
     def _show(self, text: str, limit: int = 200) -> str:
         """Shorten the initrd's text, and hide it if it contains the passphrase."""
-        if self._passphrase.data.decode() in text:
-            return "(hidden)"
-        return text[:limit]
+        return "(hidden)" if self._passphrase.data.decode() in text else text[:limit]
 
     def _list_opened(self) -> str:
         return self._show(", ".join(map(self._show, self._opened)), 600)
 
-    def _wait_for_prompt(self, seconds: float) -> tuple[Command, str]:
-        """Run the command until it asks; return the disk that does. Raises: NotSent."""
-        until = min(self._deadline, time.monotonic() + seconds)
+    def _wait_for_prompt(self, seconds: float) -> tuple["Channel", str]:
+        """Run the command until it asks; return the disk that does. Raises: Result."""
         try:
-            command = Command(self._transport)
-        except SHORTAGES:
-            raise
+            channel = self._transport.open_session(timeout=math.inf)
+            channel.set_combine_stderr(True)
+            channel.exec_command(COMMAND)
         except PEER_ERRORS:
-            raise NotSent(self._explain_end(Outcome.REFUSED)) from None
-        event, named = command.next_event(until)
-        while event in VERDICTS:  # somebody else answered
-            event, named = command.next_event(until)
-        if event is Outcome.REPORTED:
-            raise NotSent(event, self._show(named))
-        if event is not Outcome.ASKS:
-            raise NotSent(self._explain_end(event))
-        return command, named
+            is_lost = explain_end(self._transport) is Event.LOST
+            event = Event.LOST if is_lost else Event.NO_COMMAND
+            raise Result(event.outcome, event.words) from None
+        until = min(self._deadline, time.monotonic() + seconds)
+        for event, named in read_events(channel, until):
+            if event is Event.ASKS:
+                return channel, named
+            # Somebody else may have answered.
+            if event not in (Event.OPENED, Event.REJECTED, Event.WARNED):
+                break
+        raise Result(event.outcome, event.words + self._show(named))
 
-    def _explain_failure(
-        self, event: Outcome, disk: str = "", *, careful: bool = False
-    ) -> Result:
-        """Return the result for anything but UNLOCKED after the passphrase was sent."""
-        unlocked = f"; unlocked: {self._list_opened()}" if self._opened else ""
-        named = self._show(disk)
-        if event is Outcome.WRONG_PASSPHRASE:
-            detail = f"disk {named}{unlocked}{MAY_GIVE_UP if careful else ''}"
-            return Result.of(event, detail, sent=True)
-        if event is Outcome.ASKS or (event is Outcome.GAVE_UP and not self._opened):
-            return Result.of(event, unlocked, sent=True)
-        reasons = {
-            # The server boots all the same, unless this is its root disk.
-            Outcome.GAVE_UP: f"the initrd gave up on disk {named}",
-            Outcome.LOST: "the connection was lost before the initrd confirmed it",
-            Outcome.NO_MEMORY: "waker ran out of memory before the initrd confirmed it",
-        }
-        reason = reasons.get(event, "the initrd did not confirm it")
-        return Result.of(Outcome.NOT_CONFIRMED, reason + unlocked, sent=True)
+    def _answer(self, channel: "Channel", disk: str) -> Event:
+        """Send the passphrase and return the verdict. Raises: Result if unsent.
 
-    def _answer_disks(self, before_sending: Callable[[], None]) -> Result:
-        """Answer each disk that asks, once, until no new disk asks."""
+        Ignore earlier output, and success messages for other disks.
+        """
+        set_ending_signals(signal.SIG_IGN)  # from now on, only the verdict ends it
+        try:
+            print(SENT_REPORT, flush=True)
+        except OSError:  # the daemon has ended
+            raise Result(Outcome.CANCELLED) from None
+        try:
+            if channel.recv_ready():
+                channel.recv(1 << 30)
+            channel.settimeout(0)  # an honest server's window has room for it
+            # Debian's command reads to the end of input, so a newline would become
+            # part of the passphrase.
+            channel.sendall(self._passphrase.data)
+        except PEER_ERRORS:
+            return Event.ENDED
+        with contextlib.suppress(PEER_ERRORS):  # the command may have ended already
+            channel.shutdown_write()
+        for event, named in read_events(channel, self._deadline):
+            if event is Event.WARNED:
+                self._hint = event.words
+            elif event is not Event.OPENED or named == disk:
+                break
+        return event
+
+    def _explain(self, event: Event, disk: str) -> Result:
+        """Return the result if the disk was not opened by the passphrase."""
+        outcome, words = Outcome.NOT_CONFIRMED, "the initrd did not confirm it"
+        if event is Event.ASKS:
+            words = "a disk is still asking"
+        if event is Event.LOST:
+            words = "the connection was lost before the initrd confirmed it"
+        if event is Event.REJECTED:
+            outcome, words = event.outcome, self._show(disk)
+        if event is Event.GAVE_UP:
+            words = f"the initrd gave up on disk {self._show(disk)}"
+            if not self._opened:  # or else the server may boot without this disk
+                outcome, words = event.outcome, event.words
+        if self._opened:
+            words += f"; unlocked: {self._list_opened()}"
+        result = Result(outcome, words, sent=True)
+        result.hint = self._hint
+        return result
+
+    def unlock(self) -> Result:
+        """Answer each disk that asks, once, until no new disk asks. Raises: Result."""
         seconds = PROMPT_SECONDS
         while True:
             try:
-                command, disk = self._wait_for_prompt(seconds)
-            except NotSent as why:
+                channel, disk = self._wait_for_prompt(seconds)
+            except PEER_ERRORS:  # which unsay no success
                 if not self._opened:
-                    return why.result
-                return Result.of(Outcome.UNLOCKED, self._list_opened(), sent=True)
+                    raise
+                return Result(Outcome.UNLOCKED, self._list_opened(), sent=True)
             # Never answer a disk twice.
             if disk in self._answered or len(self._answered) == MAX_DISKS:
-                return self._explain_failure(Outcome.ASKS)
+                return self._explain(Event.ASKS, disk)
             self._answered.add(disk)
-            before_sending()
-            event = command.answer(self._passphrase, disk, self._deadline)
-            if event is not Outcome.UNLOCKED:
-                event = self._explain_end(event)
-                return self._explain_failure(event, disk, careful=command.careful)
+            event = self._answer(channel, disk)
+            if event is not Event.OPENED:
+                return self._explain(event, disk)
             self._opened.append(disk)
             # Dropbear may end a channel that is opened before the last one has ended.
-            command.next_event(time.monotonic() + END_SECONDS)
+            with contextlib.suppress(PEER_ERRORS):
+                next(read_events(channel, time.monotonic() + END_SECONDS))
             seconds = NEXT_PROMPT_SECONDS
 
-    def unlock(self, before_sending: Callable[[], None]) -> Result:
-        """Unlock the disks; call `before_sending` each time before it is sent."""
-        try:
-            return self._answer_disks(before_sending)
-        except SHORTAGES:
-            if not self._answered:
-                return Result.of(Outcome.NO_MEMORY, sent=False)
-            if self._answered <= set(self._opened):  # nothing is in doubt
-                return Result.of(Outcome.UNLOCKED, self._list_opened(), sent=True)
-            return self._explain_failure(Outcome.NO_MEMORY)
 
-
-def unlock(
-    machine: Machine,
-    passphrase: Passphrase,
-    deadline: float,
-    before_sending: Callable[[], None],
-) -> Result:
-    """Unlock the disks; call `before_sending` each time before it is sent."""
-    try:
-        if not machine.host_keys:
-            raise NotSent(Outcome.ERROR, NOT_PINNED)
-        transport = open_transport(machine)
-        # Some of paramiko's waits have no timeout, but all end with the connection.
-        watchdog = threading.Timer(deadline - time.monotonic(), transport.close)
-        watchdog.daemon = True
-        watchdog.start()
-        verify(exchange_keys(transport, machine), machine)
-        log_in(transport, machine)
-    except NotSent as why:
-        return why.result
-    except SHORTAGES:
-        return Result.of(Outcome.NO_MEMORY, sent=False)
-    session = Session(transport, passphrase, deadline)
-    return session.unlock(before_sending)
+def unlock(config: Config, passphrase: Passphrase, deadline: float) -> Result:
+    """Unlock the disks by `deadline`, in monotonic seconds. Raises: Result."""
+    transport = open_transport(config, deadline + 2 - time.monotonic())
+    verify(transport, config)
+    log_in(transport, config)
+    return Session(transport, passphrase, deadline).unlock()
 
 
 class Unlocker:
-    """Runs `waker.py unlock`, one at a time, in a process that can be killed."""
+    """Runs `waker.py unlock` in a process that can be killed."""
 
-    def __init__(self, config: Config, program: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, config: Config, program: Path, environment: Mapping[str, str]
+    ) -> None:
         command = sys.executable, str(program.resolve()), "unlock"
-        self._command = (*command, "--seconds", str(config.unlock_seconds))
-        self._seconds = config.unlock_seconds
-        self._machine = config.machine
-        # Variables such as PYTHONPATH may be what makes paramiko available. The
-        # machine's settings do not include the PIN.
-        others = {n: v for n, v in env.items() if not n.startswith("WAKER_")}
-        self._environment = others | config.machine.settings()
-        self.claimed = threading.Lock()  # another thread may release it
+        self._command = (*command, "--seconds", str(UNLOCK_SECONDS))
+        self._config = config
+        self._environment = environment
+        self._child: Popen[bytes] | None = None  # the last one
 
-    def claim(self, purpose: str) -> None:
-        """Reserve the unlocker. Raises: Fault 409 if it is taken; 500."""
-        problem = SSH_KEY.find_problem(self._machine.key)
-        if problem:
-            problem = f"SSH key {problem}"
+    def find_problem(self) -> str:
+        """Return what would make an unlock fail on this box, or an empty string."""
+        if not self._config.host_keys:
+            return NOT_PINNED
         if not importlib.util.find_spec("paramiko"):  # importing it would take 20 MB
-            problem = NO_PARAMIKO
-        if not self._machine.host_keys:
-            problem = NOT_PINNED
-        if problem:
-            raise Fault(500, f"Failed to {purpose}: {problem}. {UNSENT}")
-        if not self.claimed.acquire(blocking=False):
-            raise Fault(409, "Another unlock or start is running; wait for it to end")
+            return explain_no_paramiko()
+        problem = find_key_problem(self._config.key)
+        return f"SSH key {problem}" if problem else ""
 
-    def _read_reports(
-        self, child: "Popen[bytes]", cancelled: Event, sent: Event
+    def cancel(self) -> None:
+        """End the process, unless it is about to send: then it ignores SIGTERM."""
+        if self._child:
+            self._child.terminate()
+
+    def _talk(
+        self, child: "Popen[bytes]", given: bytes, sent: threading.Event
     ) -> bytes:
-        """Read all that the process prints; kill it at its deadline or on a cancel."""
-        stdout = cast("io.BufferedReader", child.stdout)
-        deadline = time.monotonic() + self._seconds + 5  # for the process to start
-        reports = b""
-        while True:
-            if select.select([stdout], [], [], 0.1)[0]:  # seconds between checks
-                data = os.read(stdout.fileno(), 4096)
-                if not data:
-                    return reports
-                reports += data
-            if SENT_REPORT.encode() in reports:
+        """Pass the passphrase on; return the last line that the process prints."""
+        # It ends by itself in time, unless it hangs.
+        watchdog = threading.Timer(UNLOCK_SECONDS + 5, child.kill)
+        watchdog.daemon = True
+        watchdog.start()
+        stdin = cast("io.BufferedWriter", child.stdin)
+        with contextlib.suppress(BrokenPipeError):  # its output says why
+            stdin.write(given)  # fits into the pipe: cannot block
+            stdin.close()
+        report = b""
+        for report in cast("io.BufferedReader", child.stdout):
+            if report.strip() == SENT_REPORT.encode():
                 sent.set()
-            unwanted = cancelled.is_set() and not sent.is_set()
-            if unwanted or time.monotonic() > deadline:
-                child.kill()  # keep reading: it may have reported before it died
+        watchdog.cancel()
+        return report
 
-    def run(self, passphrase: Passphrase, cancelled: Event, sent: Event) -> Result:
-        """Unlock. `sent` is set before sending; a cancel before that kills it."""
-        import subprocess
+    def run(
+        self, passphrase: Passphrase, cancelled: threading.Event, sent: threading.Event
+    ) -> Result:
+        """Unlock. `sent` is set before sending.
 
+        To cancel, set `cancelled`, then call `cancel`.
+        """
         try:
-            # The process inherits blocked signals; its own session keeps SIGHUP away.
-            child = subprocess.Popen(
+            import subprocess
+
+            # It inherits blocked signals, which thus wait until it is ready for them.
+            # In its own session, it gets none from a terminal.
+            self._child = child = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -908,20 +822,21 @@ class Unlocker:
             )
         except OSError as error:
             reason = f"the unlocking process cannot start: {error.strerror}"
-            return Result.of(Outcome.ERROR, reason, sent=False)
+            return Result(Outcome.ERROR, reason)
+        given = b"" if cancelled.is_set() else passphrase.data
         with child:  # waits for its end
-            stdin = cast("io.BufferedWriter", child.stdin)
-            with contextlib.suppress(BrokenPipeError):  # the child's output says why
-                if not cancelled.is_set():
-                    stdin.write(passphrase.data)  # fits into the pipe: cannot block
-                stdin.close()
-            reports = self._read_reports(child, cancelled, sent)
-        *_, last = reports.splitlines() or [b""]
-        with contextlib.suppress(ValueError, TypeError):  # it is not a result
-            return Result(**json.loads(last))
+            report = self._talk(child, given, sent)
+        if cancelled.is_set() and not sent.is_set():
+            return Result(Outcome.CANCELLED)
         reason = f"the unlocking process ended with status {child.returncode}"
         outcome = Outcome.NOT_CONFIRMED if sent.is_set() else Outcome.ERROR
-        return Result.of(outcome, f"{reason}; see waker's log", sent=sent.is_set())
+        result = Result(outcome, f"{reason}; see waker's log", sent=sent.is_set())
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # no result
+            members = json.loads(report)
+            outcome = OUTCOMES[members["outcome"]]
+            result.message, result.hint = members["message"], members["hint"]
+            result.outcome = outcome
+        return result
 
 
 # ---- Configuration -------------------------------------------------------------------
@@ -949,20 +864,9 @@ def parse_port(text: str) -> int:
     return int(text)
 
 
-def parse_path(text: str) -> Path | None:
+def parse_path(text: str) -> Path:
     """Parse a path; `~` is not expanded, since waker may run as another user."""
-    return Path(match_whole(r"(?!~)[^\x00-\x1f]+", text)) if text else None
-
-
-def parse_host(text: str) -> str:
-    """Parse the address of a single machine."""
-    host = plain_address(text)
-    address = ipaddress.ip_address(host)
-    if address.is_multicast or address.is_unspecified or host == "255.255.255.255":
-        raise ValueError
-    if ":" in host and address.is_link_local:  # it would need a scope ID
-        raise ValueError
-    return host
+    return Path(match_whole(r"(?!~)[^\x00-\x1f]+", text))
 
 
 def parse_listen(text: str) -> Address:
@@ -973,235 +877,127 @@ def parse_listen(text: str) -> Address:
     return plain_address(found[1] or found[2]), int(found[3])
 
 
-def parse_networks(text: str) -> tuple[Network, ...]:
+def parse_addresses(text: str) -> frozenset[str]:
     parts = text.split(",") if text else ()
-    return tuple(ipaddress.ip_network(part.strip()) for part in parts)
+    return frozenset(plain_address(part.strip()) for part in parts)
 
 
-# Name, default, parser, valid form. Text after a `;` appears only in error messages.
-# In the order of Machine and Config. An empty value means that a setting is not set.
+# Name, default, parser, valid form; in the order of Config. An empty value means that a
+# setting is not set.
 Setting = tuple[str, str, Callable[[str], object], str]
 PARSE_USER: Final = functools.partial(match_whole, "[!-~]{1,64}")
-PARSE_NAME: Final = functools.partial(match_whole, "[^\x00-\x1f\x7f-\x9f]{0,64}")
-ADDRESS_FORM: Final = (
-    "the server's own IP address, such as 192.168.1.20; `ping NAME` shows it"
-)
-MAC_FORM: Final = (
-    "a MAC address such as 52:54:00:12:34:56; the network card's own, as `ip link`"
-    " shows it, not a group address"
-)
-WHOLE: Final = "; write the full path, without ~"
-KEY_FORM: Final = (
-    "a line such as ssh-ed25519 AAAA...; the whole key, not its fingerprint"
-)
-PROXY_FORM: Final = (
-    "addresses such as 10.0.0.2,10.0.0.3; the host part of a network must be zero, as"
-    " in 10.0.0.0/24"
+PARSE_NAME: Final = functools.partial(
+    match_whole, "[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{0,64}"
 )
 SETTINGS: Final[tuple[Setting, ...]] = (
-    ("WAKER_HOMELAB_HOST", "", parse_host, ADDRESS_FORM),
+    ("WAKER_HOMELAB_HOST", "", plain_address, "the server's IP address"),
     ("WAKER_INITRD_SSH_PORT", "2222", parse_port, "a port, 1 to 65535"),
     ("WAKER_SYSTEM_SSH_PORT", "22", parse_port, "a port, 1 to 65535"),
     ("WAKER_SSH_USER", "root", PARSE_USER, "a user's name"),
-    ("WAKER_SSH_KEY", "ssh_key", parse_path, f"the path of the SSH key{WHOLE}"),
-    ("WAKER_SSH_HOST_KEY", "", HostKey.parse_all, KEY_FORM),
-    ("WAKER_HOMELAB_MAC", "", parse_mac, MAC_FORM),
+    ("WAKER_SSH_KEY", "ssh_key", parse_path, "the path of the SSH key, without ~"),
+    ("WAKER_SSH_HOST_KEY", "", parse_host_keys, "whole lines ssh-ed25519 AAAA..."),
+    ("WAKER_HOMELAB_MAC", "", parse_mac, "a network card's MAC: 52:54:00:12:34:56"),
     ("WAKER_HOMELAB_BROADCAST", "255.255.255.255", IPv4Address, "an IPv4 address"),
     ("WAKER_HOMELAB_NAME", "", PARSE_NAME, "a name of at most 64 characters"),
     ("WAKER_PIN", "", Pin, "8 to 128 characters, without a space at either end"),
     ("WAKER_LISTEN", "[::]:8080", parse_listen, "ADDRESS:PORT such as 0.0.0.0:8080"),
-    ("WAKER_TLS_CERT", "", parse_path, f"the path of a certificate{WHOLE}"),
-    ("WAKER_TLS_KEY", "", parse_path, f"the path of the TLS key{WHOLE}"),
-    ("WAKER_TRUSTED_PROXY", "", parse_networks, PROXY_FORM),
+    ("WAKER_TRUSTED_PROXY", "", parse_addresses, "addresses such as 127.0.0.1,::1"),
 )
-# How wrong values in FILE begin, and the fix. The first match wins.
-NOT_VALUES: Final = (
-    (r"#|(['\"]).*\1\s+#|[^'\"].*\s#", "move the comment to its own line, or quote it"),
-    (r"[\u2018-\u201f]", "use straight quotes, or none"),
-    (r"(['\"]).*\1\s+['\"]", "quote the value once, as a whole"),
-    (r"(['\"])(?!.*\1$)", "end the value with the quote that begins it"),
-    (r"(?!['\"]).*\sWAKER_\w+=", "give each setting a line of its own"),
+STATE_SETTINGS: Final = 3  # how many of them `state` needs
+UNLOCK_SETTINGS: Final = 6  # and `unlock`
+NO_TLS: Final = (
+    "has no effect: waker 3 serves plain HTTP. Close a forwarded port before you delete"
+    " this line, and see CHANGELOG.md"
+)
+RETIRED: Final = {"WAKER_TLS_CERT": NO_TLS, "WAKER_TLS_KEY": NO_TLS}
+# A line of FILE: a value in quotes, or one without quotes, comment or another setting.
+ENV_LINE: Final = re.compile(
+    r"""(WAKER_\w+)\s*=\s*+(?:"([^"]*)"|'([^']*)'|"""
+    r"""((?!["'#\u2018-\u201f]|.*\s(?:#|WAKER_\w+=)).*))"""
 )
 
 
 def read_env_file(path: Path) -> dict[str, str]:
     """Parse lines WAKER_NAME=value. Raises: ConfigError, which quotes no line."""
-    problem = SETTINGS_FILE.find_problem(path)
-    if problem:
-        raise ConfigError(problem)
+    shown = shown_path(path)
+    fix = "copy waker.env.example there and edit it"
     try:
-        text = path.read_text("utf-8-sig")  # some editors add a byte order mark
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8; save it as UTF-8") from None
+        # Some editors add a byte order mark. What is not UTF-8 is no valid value.
+        text = path.read_text("utf-8-sig", "surrogateescape")
+    except PermissionError:
+        raise ConfigError(f"{shown} cannot be read; use sudo") from None
+    except OSError as error:
+        raise ConfigError(f"{shown}: {error.strerror}; {fix}") from None
+    if not text.strip():
+        raise ConfigError(f"{shown} is missing or empty; {fix}")
     values: dict[str, str] = {}
-    mistakes: dict[str, list[str]] = {}  # the numbers of the lines, by problem
+    mistakes: list[str] = []
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
-        # Other programs' names have one case; the rest of a key, ending in =, has both.
-        if re.match(r"[#;]|$|(?!(?i:waker_))([A-Z0-9_]+|[a-z0-9_]+)\s*=", line):
-            continue  # a comment, or not ours
-        found = re.fullmatch(r"((?i:waker_)\w+)\s*=\s*(.*)", line)
+        found = ENV_LINE.fullmatch(line)
         if found:
-            name, value = found.groups()
-            problem = next((fix for bad, fix in NOT_VALUES if re.match(bad, value)), "")
+            name, *quoted = found.groups()
             if name in values:
-                problem = f"{name} is set twice; delete one of the two lines"
-            values[name] = value[1:-1] if value.startswith(("'", '"')) else value
-        else:
-            problem = (
-                "write NAME=value, without `export` or `Environment`; or join it to"
-            )
-            problem += " the line above"
-        if problem:
-            mistakes.setdefault(problem, []).append(str(number))
+                mistakes.append(f"{shown}, line {number}: {name} is set twice")
+            values[name] = "".join(filter(None, quoted))
+        elif not re.match(r"(?i)[#;]|$|(?!.*WAKER_)\w+\s*=", line):  # or not ours
+            form = 'WAKER_NAME=value or WAKER_NAME="value"; comments on their own lines'
+            mistakes.append(f"{shown}, line {number} must be {form}")
     if mistakes:
-        rows = (f"{path}, line {', '.join(mistakes[fix])}: {fix}" for fix in mistakes)
-        raise ConfigError("\n".join(rows))
+        raise ConfigError("\n".join(mistakes))
     return values
 
 
-FILES: Final = (
-    ("WAKER_SSH_KEY", SSH_KEY),
-    ("WAKER_TLS_CERT", TLS_CERT),
-    ("WAKER_TLS_KEY", TLS_KEY),
-)
-
-
-def is_public_half(host_key: HostKey, path: Path) -> bool:
-    """Return whether a file in OpenSSH's format is this key's private half."""
-    lines = path.read_text("latin-1").splitlines()
-    body = "".join(line for line in lines if not line.startswith("-"))
-    with contextlib.suppress(ValueError):  # another format
-        return host_key.blob in base64.b64decode(body)
-    return False
-
-
 def find_conflicts(parsed: Mapping[str, Any]) -> Iterator[str]:
-    """Report bad files, and settings that are valid alone but conflict."""
-    get = parsed.get
-    host, broadcast = get("WAKER_HOMELAB_HOST"), str(get("WAKER_HOMELAB_BROADCAST"))
-    if broadcast == "255.255.255.255" and ":" in str(host):
+    """Report a bad key file, and settings that are valid alone but conflict."""
+    host = str(parsed.get("WAKER_HOMELAB_HOST"))
+    broadcast = str(parsed.get("WAKER_HOMELAB_BROADCAST"))
+    if broadcast == "255.255.255.255" and ":" in host:
         yield "WAKER_HOMELAB_BROADCAST must be set: WAKER_HOMELAB_HOST is IPv6"
-    if broadcast == host:
-        yield "WAKER_HOMELAB_HOST and WAKER_HOMELAB_BROADCAST must differ"
-    tls = [
-        parsed[name] for name in ("WAKER_TLS_CERT", "WAKER_TLS_KEY") if name in parsed
-    ]
-    if len(tls) == 2 and bool(tls[0]) != bool(tls[1]):
-        yield "WAKER_TLS_CERT and WAKER_TLS_KEY must both be set"
-    host_keys = get("WAKER_SSH_HOST_KEY")
-    for name, kind in FILES:
-        path = get(name)
-        if not path or (kind is SSH_KEY and host_keys == ()):
-            continue  # not used
-        problem = kind.find_problem(path)
+    if parsed.get("WAKER_SSH_HOST_KEY") and "WAKER_SSH_KEY" in parsed:
+        problem = find_key_problem(parsed["WAKER_SSH_KEY"])
         if problem:
-            yield f"{name} {problem}"
-        elif kind is SSH_KEY and any(is_public_half(k, path) for k in host_keys or ()):
-            yield "WAKER_SSH_HOST_KEY is waker's own key; paste the server's host key"
+            yield f"WAKER_SSH_KEY {problem}"
 
 
-def parse_settings(count: int, values: Mapping[str, str], folder: Path) -> list[Any]:
-    """Parse the first `count` settings; relative paths start at `folder`."""
+def read_config(
+    values: Mapping[str, str], folder: Path, count: int = len(SETTINGS)
+) -> Config:
+    """Parse the first `count` settings; relative paths start at `folder`.
+
+    Raises: ConfigError
+    """
     unknown = sorted(values.keys() - {setting[0] for setting in SETTINGS})
-    mistakes = [f"{name} is not a setting; see `waker --help`" for name in unknown]
-    parsed: dict[str, object] = {}
+    not_known = "is not a setting; see `waker --help`"
+    mistakes = [f"{name} {RETIRED.get(name, not_known)}" for name in unknown]
+    parsed: dict[str, Any] = {}
     for name, default, parse, form in SETTINGS[:count]:
         text = values.get(name) or default
         try:
             value = parse(text)
         except ValueError:
-            mistake = f"must be {form}"
+            problem = "must be"
             if not text:
-                mistake = "is not set (names without WAKER_ are ignored); add a line"
-                mistake += f" `{name}=...` with"
-                mistake += f" {form.partition(';')[0]}"
-            mistakes.append(f"{name} {mistake}")
+                problem = "has no value" if name in values else "is not set"
+                problem += "; it must be"
+            mistakes.append(f"{name} {problem} {form}")
         else:
             parsed[name] = folder / value if isinstance(value, Path) else value
     mistakes += find_conflicts(parsed)
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    return list(parsed.values())
-
-
-def read_config(values: Mapping[str, str], folder: Path) -> Config:
-    """Parse all settings; relative paths start at `folder`. Raises: ConfigError."""
-    parsed = parse_settings(len(SETTINGS), values, folder)
-    count = len(Machine._fields)
-    config = Config(Machine(*parsed[:count]), *parsed[count:])
-    return config._replace(name=config.name or config.machine.host)
-
-
-# ---- Waking --------------------------------------------------------------------------
-# A magic packet leaves by the interface that leads to the machine.
-
-
-def magic_packet(mac: Mac) -> bytes:
-    """Build the packet. Source: AMD publication 20213, Magic Packet Technology."""
-    return b"\xff" * 6 + mac * 16
-
-
-def find_source(
-    config: Config, *, on_link: bool = False, may_broadcast: bool = True
-) -> str:
-    """Return the address that the magic packet leaves from. Raises: OSError."""
-    limited = str(config.broadcast) == "255.255.255.255"  # which has no route
-    toward = config.machine.host if limited else str(config.broadcast)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-        udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, may_broadcast)
-        udp.setsockopt(socket.SOL_SOCKET, socket.SO_DONTROUTE, on_link)
-        udp.connect((toward, config.packet_port))
-        return str(udp.getsockname()[0])
-
-
-def wake(config: Config) -> str:
-    """Send the magic packet and return a success message. Raises: Fault 500."""
-    packet = magic_packet(config.mac)
-    try:
-        source = find_source(config)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-            udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
-            udp.bind((source, 0))
-            for _ in range(3):  # UDP loses some
-                udp.sendto(packet, (str(config.broadcast), config.packet_port))
-    except OSError as error:
-        raise Fault(500, f"Failed to send WOL packet: {error.strerror}") from None
-    return f"Magic packet sent to {config.mac.hex(':')} from {source}"
-
-
-# ---- Log -----------------------------------------------------------------------------
-# Events that matter, one per line, on standard error. No line contains a PIN, a
-# passphrase, a token, or the text of an exception, which might quote one.
-
-MAX_LOG_LINE: Final = 1000  # characters; less than PIPE_BUF, so a write is atomic
-
-
-def printable(text: str) -> str:
-    return re.sub("[^ -~]", lambda odd: ascii(odd[0])[1:-1], text)
-
-
-def log(text: str) -> None:
-    """Write a line, or drop it if writing would block the daemon."""
-    with contextlib.suppress(OSError):  # a broken log must not stop the daemon
-        if select.select([], [2], [], 0)[1]:
-            os.write(2, f"{printable(text)[:MAX_LOG_LINE]}\n".encode())
-
-
-def describe_bug(error: BaseException) -> str:
-    """Return the type and place of an error, but not its text."""
-    place = error.__traceback__
-    while place and place.tb_next:
-        place = place.tb_next
-    if not place:
-        return f"bug: {type(error).__name__}"
-    file = Path(place.tb_frame.f_code.co_filename).name
-    return f"bug: {type(error).__name__}, {file}:{place.tb_lineno}"
+    config = Config(*parsed.values())
+    return config._replace(name=config.name or config.host)
 
 
 # ---- Starting ------------------------------------------------------------------------
 # Wake, wait, unlock and watch, in a thread: the phone may go to sleep. The passphrase
 # is kept until the unlocking process has ended.
 
+PACKET_SECONDS: Final = 10  # between magic packets, while no port is open
+RETRY_SECONDS: Final = 5  # between tries to unlock, while no disk asks
+READY_SECONDS: Final = 120  # for a disk to ask, once the initrd is reached
+DOUBT_SECONDS: Final = 45  # before the message says that the initrd still runs
+START_SECONDS: Final = 600  # for the initrd to come up, and then for the system
 SHOWN_SECONDS: Final = 3600  # how long the status shows a finished start
 STILL_LOCKED: Final = (
     "The initrd is still running: it may still be checking the passphrase, or the"
@@ -1220,189 +1016,214 @@ class Phase(enum.Enum):
     CANCELLED = "cancelled"
 
 
-CLAIMING: Final = (Phase.WAKING, Phase.UNLOCKING)  # no other unlock may run
-ENDINGS: Final = (Phase.DONE, Phase.FAILED, Phase.CANCELLED)
-
-
-class Ended(Exception):
-    """Ends a start. Its arguments are phase, outcome and message."""
+FAILURES: Final = Phase.FAILED, Phase.CANCELLED
+ENDINGS: Final = Phase.DONE, *FAILURES
+# The phase that follows an unlock; FAILED for all others.
+NEXT_PHASES: Final = {
+    Outcome.UNLOCKED: Phase.BOOTING,
+    Outcome.ALREADY_OPEN: Phase.BOOTING,
+    Outcome.NOT_CONFIRMED: Phase.BOOTING,
+    Outcome.UP: Phase.DONE,
+    Outcome.CANCELLED: Phase.CANCELLED,
+}
 
 
 class Start:
-    """One start, as the status shows it. The lock of Starter guards it."""
+    """A start, as the status shows it, or a single unlock, which it does not show."""
 
     def __init__(self, began: float) -> None:
-        self.began = began  # monotonic seconds, as are the next two
+        self._lock = threading.Lock()
+        self.began = began  # monotonic seconds, as is the next
         self.ended = math.inf  # while it runs
-        self.packet_due = -math.inf  # the next magic packet
         self.phase = Phase.WAKING
-        self.outcome: str | None = None  # until something is known
+        self.outcome: Outcome | None = None  # until something is known
         self.message = "Looking for the server"
-        self.times = {"waking": 0}  # seconds from the start to each phase
-        self.cancelled = Event()
-        self.sent = Event()  # the passphrase may have been sent
+        self.hint: str | None = None
+        self.times = {Phase.WAKING.value: 0}  # seconds from the start to each phase
+        self.woke = False  # a magic packet was sent
+        self.cancelled = threading.Event()
+        self.sent = threading.Event()  # the passphrase may have been sent
+
+    def show(self, phase: Phase, text: str, outcome: Outcome | None = None) -> None:
+        """Show a phase and a message, unless the start has ended or was replaced."""
+        with self._lock:
+            if self.phase in ENDINGS:
+                return
+            if (phase, text) != (self.phase, self.message):
+                log(f"start: {phase.value}: {text}")
+            self.phase = phase
+            self.message = text
+            self.outcome = outcome
+            now = time.monotonic()
+            self.times.setdefault(phase.value, int(now - self.began))
+            if phase in ENDINGS:
+                self.ended = now
+
+    def members(self, now: float) -> dict[str, object]:
+        """Return what the status says of it."""
+        with self._lock:
+            return {
+                "phase": self.phase.value,
+                "outcome": self.outcome.word if self.outcome else None,
+                "message": self.message,
+                "hint": self.hint,
+                "seconds": max(int(min(now, self.ended) - self.began), 0),
+                "sent": self.sent.is_set(),
+                "times": dict(self.times),
+            }
 
 
 class Starter:
-    """Runs one start at a time and reports its progress, or how the last one ended.
+    """Runs one start or unlock at a time, and keeps the last start for the status.
 
-    It claims the unlocker until the system may boot. Then it only watches, and a new
-    start or unlock may replace it.
+    Once the passphrase was sent, a start only watches, and a new one may replace it.
     """
 
     def __init__(self, config: Config, watcher: Watcher, unlocker: Unlocker) -> None:
         self._config = config
         self._watcher = watcher
         self._unlocker = unlocker
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
+        self._sender: Start | None = None  # the one that may send a passphrase
         self._last: Start | None = None  # running, or shown until it is forgotten
+        self._is_stopping = False
+        self._durations: deque[float] = deque(maxlen=5)  # seconds
 
-    def _report(
-        self, start: Start, phase: Phase, outcome: str | None, text: str
-    ) -> None:
-        """Show a phase and a message, unless the start has ended or was replaced."""
+    def _claim(self, purpose: str, now: float) -> Start:
+        """Let nothing else begin. Raises: Fault 409 while something runs; 500; 503."""
+        problem = self._unlocker.find_problem()  # may take time: not under the lock
+        if problem:
+            raise Fault(500, f"Failed to {purpose}: {problem}. {UNSENT}")
         with self._lock:
-            if start.phase in ENDINGS:
-                return
-            was_claiming = start.phase in CLAIMING
-            is_news = (phase, text) != (start.phase, start.message)
-            start.phase = phase
-            start.outcome = outcome
-            start.message = text
-            now = time.monotonic()
-            start.times.setdefault(phase.value, int(now - start.began))
-            if phase in ENDINGS:
-                start.ended = now
-            if was_claiming and phase not in CLAIMING:
-                self._unlocker.claimed.release()
-            if is_news:
-                log(f"start: {phase.value}: {text}")
+            if self._is_stopping:
+                raise Fault(503, "waker is stopping")
+            if self._sender:
+                raise Fault(409, "Another unlock or start is running; wait for its end")
+            watch = self._last
+            if watch and watch.phase is Phase.BOOTING:  # replace it
+                watch.show(Phase.CANCELLED, watch.message, watch.outcome)
+                watch.cancelled.set()
+            self._sender = Start(now)
+            return self._sender
 
-    def _pause(self, start: Start, seconds: float) -> None:
-        """Wait. Raises: Ended if the start is cancelled."""
-        if start.cancelled.wait(seconds):
-            raise Ended(Phase.CANCELLED, "cancelled", f"Cancelled. {UNSENT}")
-
-    def _send_packet(self, start: Start, now: float) -> str:
-        """Send a magic packet; return a message. Raises: Ended if the first fails."""
-        is_first = start.packet_due < 0
-        start.packet_due = now + self._config.packet_seconds
-        try:
-            return wake(self._config)
-        except Fault as fault:
-            if is_first:
-                raise Ended(Phase.FAILED, "error", f"{fault}. {UNSENT}") from None
-            return f"{fault}; trying again"  # the link may drop while the machine wakes
-
-    def _wait_for_initrd(self, start: Start, deadline: float) -> None:
-        """Wake the machine until the initrd's port is open. Raises: Ended."""
-        why = "did not wake: check power, network cable and Wake-on-LAN."
-        if start.phase is Phase.UNLOCKING:  # an earlier try reached the initrd
-            why = "stopped responding."
-        message = start.message
+    def _wait_for_initrd(self, start: Start, deadline: float) -> Result | None:
+        """Wake the machine until its initrd listens, or return why it does not."""
+        packet_due = -math.inf  # monotonic seconds
         while True:
             now = time.monotonic()
             ports = self._watcher.check(now)
-            self._pause(start, 0)
             if ports.system is PortState.OPEN:
-                raise Ended(Phase.DONE, "up", f"The system is already up. {UNSENT}")
+                return Result(Outcome.UP)
             if ports.initrd is PortState.OPEN:
-                return
+                return None
             if now > deadline:
+                why = "did not wake or is silent: check power, cable and Wake-on-LAN"
+                if PortState.CLOSED in ports:
+                    why = "answers, but its initrd's SSH port is closed"
                 if PortState.UNKNOWN in ports:
                     why = "could not be checked; is WAKER_HOMELAB_HOST right?"
-                raise Ended(Phase.FAILED, "not_awake", f"The server {why} {UNSENT}")
-            if PortState.CLOSED in ports:
-                message = "The server is awake and starting up"
-                why = "woke, but its initrd's SSH port stayed closed."
-            elif now >= start.packet_due:
-                message = self._send_packet(start, now)
-            self._report(start, Phase.WAKING, None, message)
-            self._pause(start, 1)  # second
+                return Result(Outcome.NOT_AWAKE, why)
+            if now >= packet_due:
+                packet_due = now + PACKET_SECONDS
+                start.woke = True
+                try:
+                    message = wake(self._config)
+                except Fault as fault:  # the link may drop while the machine wakes
+                    message = f"{fault}; trying again"
+            is_on = PortState.CLOSED in ports
+            waiting = "The server answers; waiting for its initrd"
+            start.show(Phase.WAKING, waiting if is_on else message)
+            if start.cancelled.wait(1):  # second
+                return Result(Outcome.CANCELLED)
 
     def _unlock(self, start: Start, passphrase: Passphrase) -> Result:
-        """Wake and unlock; try again while no disk asks. Raises: Ended."""
-        deadline = time.monotonic() + self._config.start_seconds
-        give_up = math.inf
+        """Wake and unlock; try again while no disk asks."""
+        deadline = time.monotonic() + START_SECONDS
         message = "Connecting to the initrd"
         while True:
-            self._wait_for_initrd(start, deadline)
-            self._report(start, Phase.UNLOCKING, None, message)
+            ended = self._wait_for_initrd(start, deadline)
+            if ended:
+                return ended
+            tried = time.monotonic()
+            if start.phase is Phase.WAKING:  # it is reached, or reached anew
+                give_up = tried + READY_SECONDS
+            start.show(Phase.UNLOCKING, message)
             result = self._unlocker.run(passphrase, start.cancelled, start.sent)
             now = time.monotonic()
-            give_up = min(give_up, now + self._config.prompt_seconds)
-            if result.outcome != "not_asked" or now > give_up:
+            is_late = now + (now - tried) > give_up  # another try may take as long
+            if result.outcome is not Outcome.NOT_ASKED or is_late:
                 return result
             message = result.message
-            self._report(start, Phase.UNLOCKING, None, message)
-            self._pause(start, self._config.retry_seconds)
+            start.show(Phase.UNLOCKING, message)
+            if start.cancelled.wait(RETRY_SECONDS):
+                return Result(Outcome.CANCELLED)
 
-    def _wait_for_system(self, start: Start, result: Result) -> None:
-        """Watch until the system's port opens. Raises: Ended."""
-        confirmed = result.outcome != "not_confirmed"
+    def _watch(self, start: Start, result: Result) -> None:
+        """Show whether the system's port opens, until it does or time is up."""
+        is_sure = result.outcome is not Outcome.NOT_CONFIRMED
         began = time.monotonic()
         message = result.message
-        while time.monotonic() < began + self._config.start_seconds:
+        while time.monotonic() < began + START_SECONDS:
             if start.cancelled.wait(1):  # second
-                raise Ended(Phase.CANCELLED, result.outcome, message)
+                start.show(Phase.CANCELLED, message, result.outcome)
+                return
             now = time.monotonic()
             ports = self._watcher.check(now)
             if ports.system is PortState.OPEN:
-                parts = [message, "The system is up."]
-                if not confirmed:
-                    parts = ["The system is up.", result.message]
-                raise Ended(Phase.DONE, "up", " ".join(parts))
+                parts = [result.message, "The system is up."]
+                text = " ".join(parts if is_sure else reversed(parts))
+                start.show(Phase.DONE, text, Outcome.UP)
+                return
             message = result.message
-            is_late = now >= began + self._config.doubt_seconds
-            if not confirmed and is_late and ports.initrd is PortState.OPEN:
+            is_late = now >= began + DOUBT_SECONDS
+            if not is_sure and is_late and ports.initrd is PortState.OPEN:
                 message = f"{result.message} {STILL_LOCKED}"
-            self._report(start, Phase.BOOTING, result.outcome, message)
-        raise Ended(
-            Phase.FAILED, "not_up", f"{message} The system has not answered yet."
-        )
+            start.show(Phase.BOOTING, message, result.outcome)
+        text = f"{message} The system has not answered yet."
+        start.show(Phase.FAILED, text, Outcome.NOT_UP)
 
     def _run(self, start: Start, given: list[Passphrase]) -> None:
         try:
-            # Pop it, so that only `_unlock` refers to the passphrase.
-            result = self._unlock(start, given.pop())
-            if result.outcome not in ("unlocked", "already_open", "not_confirmed"):
-                if result.outcome in ("not_asked", "error") and not result.sent:
-                    self._pause(start, 0)  # a cancel may be the reason
-                phase = Phase.DONE if result.outcome == "up" else Phase.FAILED
-                raise Ended(phase, result.outcome, result.message)
-            self._report(start, Phase.BOOTING, result.outcome, result.message)
-            self._wait_for_system(start, result)
-        except Ended as ended:
-            self._report(start, *ended.args)
+            try:
+                # Pop it, so that only `_unlock` refers to the passphrase.
+                result = self._unlock(start, given.pop())
+                phase = NEXT_PHASES.get(result.outcome, Phase.FAILED)
+                start.hint = result.hint
+                start.show(phase, result.message, result.outcome)
+            finally:
+                self._sender = None
+            if phase is Phase.BOOTING:
+                self._watch(start, result)
+            if start.woke and start.outcome is Outcome.UP:
+                self._durations.append(start.ended - start.began)
         except Exception as error:  # noqa: BLE001 - the status must show a bug
             start.sent.set()
             text = f"{describe_bug(error)}. The passphrase may have been sent."
-            self._report(start, Phase.FAILED, "error", text)
-
-    def end_watch(self) -> None:
-        """End a watch that a new start or unlock replaces; keep what it showed."""
-        with self._lock:
-            start = self._last
-            if start and start.phase is Phase.BOOTING:
-                self._report(start, Phase.CANCELLED, start.outcome, start.message)
-                start.cancelled.set()
+            start.show(Phase.FAILED, text, Outcome.ERROR)
 
     def begin(self, passphrase: Passphrase, now: float) -> None:
         """Start. Raises: Fault 409 while another start or unlock runs; 500; 503."""
+        start = self._claim("start", now)
         with self._lock:
-            self._unlocker.claim("start")
-            try:
-                start = Start(now)
-                # Not a daemon thread: on exit, Python waits for it.
-                arguments = start, [passphrase]
-                threading.Thread(
-                    name="start", target=self._run, args=arguments, daemon=False
-                ).start()
-            except (RuntimeError, MemoryError):
-                self._unlocker.claimed.release()
-                raise Fault(503, "Too busy; try again", ("Retry-After", "5")) from None
-            self.end_watch()
             self._last = start
+        # Not a daemon thread: on exit, Python waits for it.
+        arguments = start, [passphrase]
+        thread = threading.Thread(target=self._run, args=arguments, daemon=False)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError):
+            self._last = self._sender = None
+            raise Fault(503, "Too busy; try again", ("Retry-After", "5")) from None
+
+    def unlock(self, passphrase: Passphrase, now: float) -> Result:
+        """Unlock once, without waking or watching. Raises: Fault 409, 500, 503."""
+        if self._watcher.check(now).system is PortState.OPEN:
+            return Result(Outcome.UP)
+        start = self._claim("unlock", now)
+        try:
+            return self._unlocker.run(passphrase, start.cancelled, start.sent)
+        finally:
+            self._sender = None
 
     def cancel(self) -> None:
         """Cancel the running start. Raises: Fault 409 if no start is running."""
@@ -1410,32 +1231,37 @@ class Starter:
             if not self._last or self._last.phase in ENDINGS:
                 raise Fault(409, "No start is running")
             self._last.cancelled.set()
+            self._unlocker.cancel()
 
-    def members(self, now: float, ports: PortStates) -> dict[str, object] | None:
-        """Return the last start for the status, or None if there is none to show."""
+    def stop(self) -> None:
+        """Cancel whatever runs, and let nothing else begin."""
+        with self._lock:
+            self._is_stopping = True
+            for start in filter(None, (self._last, self._sender)):
+                start.cancelled.set()
+            self._unlocker.cancel()
+
+    def members(self, now: float, ports: PortStates) -> dict[str, object]:
+        """Return the starts' part of GET /api/status."""
         with self._lock:
             start = self._last
-            if not start:
-                return None
-            # Keep a host key alarm: an impostor could clear it by opening the port.
-            stays = start.phase is Phase.DONE or start.outcome == "host_key_differs"
-            is_over = start.phase in ENDINGS and ports.system is PortState.OPEN
-            if (is_over and not stays) or start.ended + SHOWN_SECONDS < now:
-                self._last = None
-                return None
-            return {
-                "phase": start.phase.value,
-                "outcome": start.outcome,
-                "message": start.message,
-                "seconds": max(int(min(now, start.ended) - start.began), 0),
-                "sent": start.sent.is_set(),
-                "times": dict(start.times),
-            }
+            if start:
+                # Keep a host key alarm: an impostor could clear it by opening the port.
+                is_alarm = start.outcome is Outcome.HOST_KEY_DIFFERS
+                stays = start.phase not in FAILURES or is_alarm
+                is_old = start.ended + SHOWN_SECONDS < now
+                if is_old or (ports.system is PortState.OPEN and not stays):
+                    self._last = start = None
+        usual = sorted(self._durations)
+        return {
+            "usual_seconds": int(usual[len(usual) // 2]) if usual else None,
+            "start": start.members(now) if start else None,
+        }
 
 
 # ---- Tokens and attempts -------------------------------------------------------------
-# Memory is bounded. Clients share no limit of attempts, or an attacker could use it to
-# lock the owner out.
+# Memory is bounded. Each client has its own limit of attempts. An attacker could use a
+# common one to lock the owner out.
 
 TOKEN_SECONDS: Final = 900  # fixed by the interface
 MAX_TOKENS: Final = 64  # at a time, for a household and its scripts
@@ -1494,6 +1320,8 @@ class Gate:
 # method and token are checked in this order; then the handler checks the body.
 
 MAX_BODY: Final = 16384  # bytes: a PIN or a passphrase, with room to spare
+# In Accept-Encoding. With a quality of 0, the client refuses it.
+GZIP: Final = re.compile(r"(?i)(?:^|,)\s*gzip\s*(?!;\s*q=0(\.0*)?\s*(,|$))(?:[;,]|$)")
 
 
 class Request(NamedTuple):
@@ -1501,11 +1329,10 @@ class Request(NamedTuple):
 
     method: str
     path: str
+    fields: Mapping[str, str]  # of its head, by lower-case name
+    body: bytes | None  # None if it is longer than MAX_BODY, and unread
     client: str  # its address
     now: float  # monotonic seconds
-    content_type: str = ""
-    token: str = ""
-    body: bytes | None = b""  # None if it is longer than MAX_BODY, and unread
 
     def __repr__(self) -> str:
         return f"Request({self.method} {self.path} from {self.client})"
@@ -1515,22 +1342,20 @@ class Response:
     """An answer, without the header fields that all answers have."""
 
     def __init__(
-        self,
-        data: Mapping[str, object] | bytes,
-        status: int = 200,
-        headers: HeaderFields = (),
+        self, data: Mapping[str, object] | bytes, status: int = 200, *headers: Header
     ) -> None:
         self.body = data if isinstance(data, bytes) else json.dumps(data).encode()
         self.status = status
         self.headers = headers
 
 
-def text_member(request: Request, name: str) -> str:
-    """Return the text of a JSON body's only member. Raises: Fault 400, 413, 415."""
-    if not re.fullmatch(r"(?i)application/json[ \t]*(;.*)?", request.content_type):
-        raise Fault(415, "Content-Type must be application/json")
+def parse_body(request: Request, name: str, parse: Callable[[str], T]) -> T:
+    """Parse the text of a JSON body's only member. Raises: Fault 400, 413, 415."""
     if request.body is None:
         raise Fault(413, f"The body must have at most {MAX_BODY} bytes")
+    kind = request.fields.get("content-type", "")
+    if not re.fullmatch(r"(?i)application/json[ \t]*(;.*)?", kind):
+        raise Fault(415, "Content-Type must be application/json")
     # Accept exactly one member, which rules out duplicate names and nesting.
     member = rf'\s*{{\s*"{name}"\s*:\s*("(?:[^"\\]|\\.)*")\s*}}\s*'
     try:
@@ -1538,9 +1363,10 @@ def text_member(request: Request, name: str) -> str:
         text = str(json.loads(found[1])) if found else ""
         if not text.encode():  # which raises ValueError for half a surrogate pair
             raise ValueError
+        return parse(text)
     except ValueError:
-        raise Fault(400, f'The body must be {{"{name}": "<some text>"}}') from None
-    return text
+        form = f'{{"{name}": "<1 to 512 bytes without control characters>"}}'
+        raise Fault(400, f"The body must be {form}") from None
 
 
 # `make dist` puts ui.html here. Otherwise it is beside this file.
@@ -1548,45 +1374,47 @@ PAGE: Final = r"""
 """
 
 
-def load_page() -> tuple[Response, Response]:
-    """Load the page, and from it the icon for iPhones. Raises: ConfigError."""
-    path = Path(__file__).resolve().with_name("ui.html")
-    try:
-        source = PAGE[1:].encode() or path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"the page {path}: {error.strerror}") from None
-    icon = re.search(rb"png;base64,([\w+/=]+)", source)
-    # The policy allows the page's own styles and scripts, by hash, and no others.
-    hashes = {b"style": "", b"script": ""}
-    for name, code in re.findall(rb"(?s)<(style|script)\b[^>]*>(.*?)</\1>", source):
-        hashes[name] += f" 'sha256-{base64.b64encode(sha256(code)).decode()}'"
-    if not icon or not all(hashes.values()):
-        raise ConfigError("ui.html is damaged; reinstall it")
-    policy = (
-        f"default-src 'none'; script-src{hashes[b'script']};"
-        f" style-src{hashes[b'style']};"
-        " connect-src 'self'; img-src 'self' data:; manifest-src data:;"
-        " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
-        " require-trusted-types-for 'script'"
-    )
-    html = "Content-Type", "text/html; charset=utf-8"
-    page = Response(source, 200, (("Content-Security-Policy", policy), html))
-    png = "Content-Type", "image/png"
-    return page, Response(base64.b64decode(icon[1]), 200, (png,))
+class Page:
+    """The page and the icon for iPhones, as they are sent."""
+
+    def __init__(self) -> None:
+        """Load them. Raises: ConfigError."""
+        path = Path(__file__).resolve().with_name("ui.html")
+        try:
+            source = PAGE[1:].encode() or path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"the page {path}: {error.strerror}") from None
+        icon = re.search(rb"png;base64,([\w+/=]+)", source)
+        # The policy allows the page's own styles and scripts, by hash, and no others.
+        hashes = {b"style": "", b"script": ""}
+        for name, code in re.findall(rb"(?s)<(style|script)\b[^>]*>(.*?)</\1>", source):
+            hashes[name] += f" 'sha256-{base64.b64encode(sha256(code)).decode()}'"
+        if not icon:
+            raise ConfigError("ui.html is damaged; reinstall it")
+        policy = (
+            f"default-src 'none'; script-src{hashes[b'script']};"
+            f" style-src{hashes[b'style']};"
+            " connect-src 'self'; img-src 'self' data:; manifest-src data:;"
+            " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
+            " require-trusted-types-for 'script'"
+        )
+        html = "Content-Type", "text/html; charset=utf-8"
+        headers = ("Content-Security-Policy", policy), html, ("Vary", "Accept-Encoding")
+        self.plain = Response(source, 200, *headers)
+        packed = zlib.compress(source, 9, wbits=31)  # in gzip's format
+        self.packed = Response(packed, 200, *headers, ("Content-Encoding", "gzip"))
+        png = "Content-Type", "image/png"
+        self.icon = Response(base64.b64decode(icon[1]), 200, png)
 
 
 class App:
     """The parts of the daemon."""
 
-    def __init__(
-        self, config: Config, unlocker: Unlocker, tls: "ssl.SSLContext | None" = None
-    ) -> None:
+    def __init__(self, config: Config, unlocker: Unlocker) -> None:
         self.config = config
-        self.tls = tls
-        self.page, self.icon = load_page()
+        self.page = Page()
         self.gate = Gate()
-        self.watcher = Watcher(config.machine)
-        self.unlocker = unlocker
+        self.watcher = Watcher(config)
         self.starter = Starter(config, self.watcher, unlocker)
 
 
@@ -1595,55 +1423,57 @@ def succeed(request: Request, message: str) -> Response:
     return Response({"success": True, "message": message})
 
 
+def status_members(app: App, now: float) -> dict[str, object]:
+    ports = app.watcher.check(now)
+    start = app.starter.members(now, ports)
+    return {"name": app.config.name, **ports.members(), **start}
+
+
 def post_auth(app: App, request: Request) -> Response:
     """Exchange the PIN for a token. A malformed body does not count."""
-    pin = text_member(request, "pin").strip()  # pasting may add spaces
+    pin = parse_body(request, "pin", str.strip)  # pasting may add spaces
     app.gate.count_attempt(request.client, request.now)
-    if not app.config.pin.matches(pin):
+    if not app.config.pin or not app.config.pin.matches(pin):
         raise Fault(401, "Wrong PIN", ("WWW-Authenticate", "Bearer"))
     log(f"ip={request.client} PIN accepted")
-    return Response(
-        {"token": app.gate.issue_token(request.now), "expires_in": TOKEN_SECONDS}
-    )
+    token = app.gate.issue_token(request.now)
+    members = {"token": token, "expires_in": TOKEN_SECONDS}
+    try:
+        return Response(members | {"status": status_members(app, request.now)})
+    except Exception as error:  # noqa: BLE001 - the token is worth more
+        log(describe_bug(error))
+        return Response(members)
+
+
+def get_page(app: App, request: Request) -> Response:
+    is_packed = GZIP.search(request.fields.get("accept-encoding", ""))
+    return app.page.packed if is_packed else app.page.plain
 
 
 def get_status(app: App, request: Request) -> Response:
-    ports = app.watcher.check(request.now)
-    start = app.starter.members(request.now, ports)
-    return Response({"name": app.config.name, **ports.members(), "start": start})
+    return Response(status_members(app, request.now))
 
 
 def post_wol(app: App, request: Request) -> Response:
     return succeed(request, wake(app.config))
 
 
-def take_passphrase(request: Request) -> Passphrase:
-    try:
-        return Passphrase(text_member(request, "passphrase"))
-    except ValueError:
-        text = "The passphrase must be 1 to 512 bytes without control characters"
-        raise Fault(400, text) from None
-
-
 def post_unlock(app: App, request: Request) -> Response:
-    passphrase = take_passphrase(request)
-    app.unlocker.claim("unlock")
-    try:
-        app.starter.end_watch()
-        result = app.unlocker.run(passphrase, Event(), Event())
-    finally:
-        app.unlocker.claimed.release()
-    if result.outcome == "wrong_passphrase":
-        raise Fault(400, result.message)
-    if result.outcome == "not_confirmed":
-        raise Fault(500, f"{result.message[:-1]}; watch GET /api/status")
-    if result.outcome not in SUCCESSES:
-        raise Fault(500, f"Failed to unlock: {result.message}")
-    return succeed(request, result.message)
+    passphrase = parse_body(request, "passphrase", Passphrase)
+    result = app.starter.unlock(passphrase, request.now)
+    status, text = result.outcome.status, result.message
+    if status == 200:
+        return succeed(request, text)
+    if result.outcome is Outcome.NOT_CONFIRMED:
+        text = f"{text[:-1]}; watch GET /api/status"
+    elif status == 500:
+        text = f"Failed to unlock: {text}"
+    raise Fault(status, f"{text} {result.hint}" if result.hint else text)
 
 
 def post_start(app: App, request: Request) -> Response:
-    app.starter.begin(take_passphrase(request), request.now)
+    passphrase = parse_body(request, "passphrase", Passphrase)
+    app.starter.begin(passphrase, request.now)
     return succeed(request, "Started; the status shows progress")
 
 
@@ -1655,8 +1485,8 @@ def delete_start(app: App, request: Request) -> Response:
 RouteHandler = Callable[[App, Request], Response]
 # Method, path, handler, and whether it works without a token.
 ROUTES: Final[tuple[tuple[str, str, RouteHandler, bool], ...]] = (
-    ("GET", "/", lambda app, _: app.page, True),
-    ("GET", "/apple-touch-icon.png", lambda app, _: app.icon, True),
+    ("GET", "/", get_page, True),
+    ("GET", "/apple-touch-icon.png", lambda app, _: app.page.icon, True),
     ("POST", "/api/auth", post_auth, True),
     ("GET", "/api/status", get_status, False),
     ("POST", "/api/wol", post_wol, False),
@@ -1677,7 +1507,9 @@ def dispatch(app: App, request: Request) -> Response:
         allowed = ", ".join(sorted(rows))
         raise Fault(405, f"Allowed here: {allowed}", ("Allow", allowed))
     handler, open_to_all = rows[request.method]
-    if not open_to_all and not app.gate.is_valid(request.token, request.now):
+    scheme, _, token = request.fields.get("authorization", "").partition(" ")
+    is_known = app.gate.is_valid(token.strip(" "), request.now)
+    if not open_to_all and not (is_known and scheme.lower() == "bearer"):
         raise Fault(401, "Invalid or expired token", ("WWW-Authenticate", "Bearer"))
     return handler(app, request)
 
@@ -1699,10 +1531,10 @@ def respond(app: App, received: Request | Fault, peer: str) -> Response:
         fault = Fault(500, "Internal error; see waker's log")
     line = f"refused {what}: {fault.status} {fault}"
     # A trusted proxy is not named: fail2ban would ban everybody behind it.
-    if not in_networks(client, app.config.proxies):
+    if client not in app.config.proxies:
         line = f"ip={client} {line}"
     log(line)
-    return Response({"error": str(fault)}, fault.status, fault.headers)
+    return Response({"error": str(fault)}, fault.status, *fault.headers)
 
 
 # ---- HTTP ----------------------------------------------------------------------------
@@ -1716,78 +1548,46 @@ MAX_CONNECTIONS: Final = 64  # at a time: half a megabyte each at worst
 CLIENT_SECONDS: Final = 10  # to send the request, and again to read the answer
 DRAIN_SECONDS: Final = 2  # for a client to hang up after its answer
 TCHAR: Final = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
-AUTHORITY: Final = rb"(?:[\w.~-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?"
-PATH: Final = rb"/(?:[\w.~!$&'()*+,;=:@/-]|%[0-9A-Fa-f]{2})*"
-QUERY: Final = rb"\?(?:[\w.~!$&'()*+,;=:@/?-]|%[0-9A-Fa-f]{2})*"
-REQUEST_LINE: Final = re.compile(
-    rb"(%b+) (%b)(?:%b)? HTTP/1\.([01])" % (TCHAR, PATH, QUERY)
+# A request line, whose query is ignored, and fields; each line with its CR LF.
+HEAD: Final = re.compile(
+    rb"(%b+) (/[!->@-~]*)(?:\?[!-~]*)? HTTP/1\.[01]\r\n"
+    rb"((?:%b+:[\t -~\x80-\xff]*\r\n)*)" % (TCHAR, TCHAR)
 )
-FIELD: Final = re.compile(rb"(%b+):([\t -~\x80-\xff]*)" % TCHAR)
-ONCE: Final = ("authorization", "content-length", "content-type", "host")
 
 
 def parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:
-    """Return method, path, and fields by lower-case name. Raises: Fault 400, 431."""
-    first, *lines = head.split(b"\r\n")
-    request_line = REQUEST_LINE.fullmatch(first)
-    if not request_line:
-        raise Fault(400, "The request line must be METHOD TARGET HTTP/1.1")
-    if len(lines) > MAX_FIELDS:
-        raise Fault(431, f"The head must have at most {MAX_FIELDS} fields")
-    fields: dict[str, str] = {}
-    for line in lines:
-        found = FIELD.fullmatch(line)
-        if not found:
-            raise Fault(400, "A header field must be NAME: VALUE, and end with CR LF")
-        name = found[1].decode().lower()
-        value = found[2].decode("latin-1").strip(" \t")
-        if name in fields and name in ONCE:
-            raise Fault(400, "A header field must not be repeated")
-        fields[name] = f"{fields[name]}, {value}" if name in fields else value
-    if request_line[3] == b"0":  # HTTP/1.0 needs no Host
-        fields.setdefault("host", "none")
-    return request_line[1].decode(), request_line[2].decode(), fields
+    """Return method, path, and fields by lower-case name. Raises: Fault 400, 431.
 
-
-def receive_head(data: bytes, receive: Callable[[], bytes]) -> bytes:
-    """Receive until `data` contains the head. Raises: Fault 431.
-
-    Return at once what cannot become one, such as a TLS hello or a bare LF: its empty
-    line may never come.
+    The values of a repeated field are joined by commas.
     """
-    is_checked = False  # the request line
-    while b"\r\n\r\n" not in data[:MAX_HEAD]:
-        if not re.match(TCHAR, data) or data.count(b"\n") != data.count(b"\r\n"):
-            return data
-        if not is_checked and b"\r\n" in data:
-            is_checked = True
-            if not REQUEST_LINE.fullmatch(data.partition(b"\r\n")[0]):
-                return data
-        if len(data) >= MAX_HEAD:
-            raise Fault(431, f"The head must have at most {MAX_HEAD} bytes")
-        data += receive()
-    return data
+    if head.count(b"\r\n") > MAX_FIELDS + 1:
+        raise Fault(431, f"The head must have at most {MAX_FIELDS} fields")
+    found = HEAD.fullmatch(head)
+    if not found:
+        form = "METHOD PATH HTTP/1.1 and fields NAME: VALUE, each with CR LF"
+        raise Fault(400, f"A request must begin with {form}")
+    fields: dict[str, str] = {}
+    for line in found[3].decode("latin-1").split("\r\n")[:-1]:
+        name, _, value = line.partition(":")
+        name = name.lower()
+        before = f"{fields[name]}, " if name in fields else ""
+        fields[name] = before + value.strip(" \t")
+    return found[1].decode(), found[2].decode(), fields
 
 
 def read_request(
-    data: bytes, receive: Callable[[], bytes], peer: str, proxies: Sequence[Network]
+    data: bytes, receive: Callable[[], bytes], peer: str, proxies: frozenset[str]
 ) -> Request:
     """Read a request that begins with `data`. Raises: Fault; OSError by `receive`.
 
     A body that is too long stays unread.
     """
-
-    def receive_more() -> bytes:
-        more = receive()
-        if not more:
-            raise Fault(400, "The request ended before it was complete")
-        return more
-
-    data = receive_head(data, receive_more)
+    while b"\r\n\r\n" not in data[:MAX_HEAD]:
+        if len(data) >= MAX_HEAD:
+            raise Fault(431, f"The head must have at most {MAX_HEAD} bytes")
+        data += receive()
     head, _, body = data.partition(b"\r\n\r\n")
-    method, path, fields = parse_head(head)
-    if not re.fullmatch(AUTHORITY, fields.get("host", "").encode("latin-1")):
-        raise Fault(400, "Host must be HOST or HOST:PORT")
+    method, path, fields = parse_head(head + b"\r\n")
     if "transfer-encoding" in fields:
         raise Fault(501, "Transfer-Encoding is not supported; send Content-Length")
     length = fields.get("content-length", "0")
@@ -1795,19 +1595,16 @@ def read_request(
         raise Fault(400, "Content-Length must be one decimal number")
     is_short = int(length) <= MAX_BODY
     while is_short and len(body) < int(length):
-        body += receive_more()
-    now = time.monotonic()  # a PIN attempt is timed when its request is complete
+        body += receive()
     # The client is the last X-Forwarded-For address that is not a trusted proxy.
     client = peer
     hops = fields.get("x-forwarded-for", "").rsplit(",", 16)
     with contextlib.suppress(ValueError):  # not an address: stop here
-        while hops and in_networks(client, proxies):
+        while hops and client in proxies:
             client = plain_address(hops.pop().strip(" \t"))
-    scheme, _, token = fields.get("authorization", "").partition(" ")
-    token = token.strip(" ") if scheme.lower() == "bearer" else ""
-    kind = fields.get("content-type", "")
     content = body[: int(length)] if is_short else None
-    return Request(method, path, client, now, kind, token, content)
+    # A PIN attempt counts when its request is complete.
+    return Request(method, path, fields, content, client, time.monotonic())
 
 
 def listen(where: Address) -> socket.socket:
@@ -1819,89 +1616,43 @@ def listen(where: Address) -> socket.socket:
     tcp = socket.create_server(where, family=kind, backlog=4096, dualstack_ipv6=dual)
     # Clients that send nothing stay in the kernel and take no threads.
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, CLIENT_SECONDS)
+    # Every answer fits into the kernel's buffer, so no thread waits for its reader.
+    tcp.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 17)
     return tcp
-
-
-def explain_listening(error: OSError, where: Address) -> str:
-    """Explain why a port cannot be opened."""
-    host, port = where
-    if error.errno == errno.EADDRINUSE:
-        return f"port {port} is in use; waker may be running already"
-    if error.errno == errno.EACCES:
-        return f"port {port} is for root only; set WAKER_LISTEN to a port above 1023"
-    if error.errno == errno.EADDRNOTAVAIL:
-        return f"{host} is not an address of this box; correct WAKER_LISTEN"
-    return f"{os.strerror(error.errno or 0)}; correct WAKER_LISTEN"
-
-
-class State(enum.Enum):
-    """What a connection's thread is doing."""
-
-    BUSY = "working, or reading what has arrived"
-    READING = "waiting for the client to send"
-    WRITING = "waiting for the client to take the answer, or to close"
-    DROPPED = "about to end: the connection was closed"
-
-
-class Connection:
-    """A client's connection: its state, and reading and writing with one deadline."""
-
-    def __init__(self, server: "Server", tcp: socket.socket, group: str) -> None:
-        self._server = server
-        self._tcp = tcp
-        self._deadline = time.monotonic() + CLIENT_SECONDS
-        self.group = group  # connections of one group are counted together
-        self.state = State.BUSY
-
-    def mark(self, state: State) -> None:
-        """Set the state. Raises: ConnectionAbortedError if it was dropped before."""
-        with self._server.lock:
-            if self.state is State.DROPPED:
-                raise ConnectionAbortedError
-            self.state = state
-            self._server.lock.notify()
-
-    def drop(self) -> None:
-        """Shut it down to make room; its thread will notice and end."""
-        self.state = State.DROPPED
-        with contextlib.suppress(OSError):  # SSLSocket's own would go on in plain text
-            socket.socket.shutdown(self._tcp, socket.SHUT_RDWR)
-
-    def _transfer(self, action: Callable[[], Any], waiting: State) -> Any:
-        """Receive or send; set the state `waiting` while it blocks. Raises: OSError."""
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        try:
-            self._tcp.settimeout(0)
-            return action()  # with TLS, this includes the handshake
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, 2, 3):  # SSL_ERROR_WANT_READ, _WRITE
-                raise
-        # Mark it only after a read found nothing: a complete request is never dropped.
-        self.mark(waiting)
-        self._tcp.settimeout(left)
-        result = action()
-        self.mark(State.BUSY)
-        return result
-
-    def receive(self) -> bytes:
-        """Return what arrives next; nothing at the end. Raises: OSError."""
-        return bytes(self._transfer(lambda: self._tcp.recv(4096), State.READING))
-
-    def send_all(self, data: bytes) -> None:
-        """Send the whole answer within CLIENT_SECONDS. Raises: OSError."""
-        self._deadline = time.monotonic() + CLIENT_SECONDS
-        while data:
-            send = functools.partial(self._tcp.send, data)
-            data = data[self._transfer(send, State.WRITING) :]
-        self.mark(State.WRITING)  # until the client closes
 
 
 class Handler(BaseHTTPRequestHandler):
     """One connection: read one request, answer it, and let the client hang up."""
 
     server: "Server"
+    disable_nagle_algorithm = True
+
+    def drop(self) -> None:
+        """Let no more arrive. A request that has arrived is still answered."""
+        self.is_dropped = True
+        with contextlib.suppress(OSError):  # the client has gone
+            self.request.shutdown(socket.SHUT_RD)
+
+    def receive(self) -> bytes:
+        """Return what has arrived, or arrives next. Raises: OSError; Fault 400.
+
+        While it waits, the server may drop the connection.
+        """
+        self.request.settimeout(max(self.deadline - time.monotonic(), 0.001))
+        self.server.waiting.add(self)
+        if self.server.is_stopping:
+            self.drop()
+        try:
+            data = bytes(self.request.recv(65536))
+        finally:
+            self.server.waiting.discard(self)
+        if time.monotonic() > self.deadline:
+            raise TimeoutError
+        if not data and self.is_dropped:
+            raise ConnectionAbortedError
+        if not data:
+            raise Fault(400, "The request ended before it was complete")
+        return data
 
     def render(self, response: Response, *, with_body: bool) -> bytes:
         headers = {
@@ -1920,123 +1671,97 @@ class Handler(BaseHTTPRequestHandler):
         head = "\r\n".join([*lines, "\r\n"]).encode()
         return head + response.body if with_body else head
 
-    def drain(self) -> None:
-        """Wait for the client to close: closing first could lose the answer."""
-        deadline = time.monotonic() + DRAIN_SECONDS
-        self.request.settimeout(DRAIN_SECONDS)
-        if self.server.app.tls:
-            with contextlib.suppress(OSError):  # the client may still be sending
-                self.request.unwrap()
-        socket.socket.shutdown(self.request, socket.SHUT_WR)
-        while time.monotonic() < deadline:
-            self.request.settimeout(max(deadline - time.monotonic(), 0.001))
-            if not socket.socket.recv(self.request, 65536):
-                return
-
     def handle(self) -> None:
         """Answer one request, unless the connection ends or is dropped first."""
-        connection = self.server.connections[self.request]
         app, peer = self.server.app, self.client_address[0]
-        with contextlib.suppress(OSError):
-            data = connection.receive()
-            if not data:  # close without an answer or a log line
-                return
+        self.group = group_client(peer)
+        self.deadline = time.monotonic() + CLIENT_SECONDS
+        self.is_dropped = False
+        with contextlib.suppress(OSError, Fault):  # the client has gone
+            data = self.receive()
             received: Request | Fault
             try:
-                proxies = app.config.proxies
-                received = read_request(data, connection.receive, peer, proxies)
+                received = read_request(data, self.receive, peer, app.config.proxies)
             except Fault as fault:
                 received = fault
             except TimeoutError:
                 received = Fault(408, f"The request took over {CLIENT_SECONDS} s")
-            connection.mark(State.BUSY)
             response = respond(app, received, peer)
             is_head = isinstance(received, Request) and received.method == "HEAD"
-            connection.send_all(self.render(response, with_body=not is_head))
-            self.drain()
+            self.request.settimeout(CLIENT_SECONDS)
+            self.request.sendall(self.render(response, with_body=not is_head))
+            # Wait for the client to close: closing first could lose the answer.
+            self.request.shutdown(socket.SHUT_WR)
+            self.deadline = time.monotonic() + DRAIN_SECONDS
+            while True:
+                self.receive()
 
 
 class Server(ThreadingHTTPServer):
     """Gives each connection a thread, and drops some if there are too many."""
 
+    daemon_threads = False  # Python waits for them when it ends
+    block_on_close = False
+
     def __init__(self, app: App, tcp: socket.socket) -> None:
         # HTTPServer would look up the name of our address, and hang if DNS is down.
         socketserver.BaseServer.__init__(self, tcp.getsockname()[:2], Handler)
         self.socket, self.app = tcp, app
-        self.lock = threading.Condition()  # notified when a connection ends or waits
-        self.connections: dict[socket.socket, Connection] = {}  # each has a thread
+        self.places = threading.Semaphore(MAX_CONNECTIONS)
+        self.waiting: set[Handler] = set()  # for their clients; each change is atomic
+        self.is_stopping = False
 
     def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
         """Let a client in. Raises: OSError, which the base class ignores."""
         try:
             tcp, address = self.socket.accept()
-            tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if tls := self.app.tls:
-                tcp = tls.wrap_socket(
-                    tcp, server_side=True, do_handshake_on_connect=False
-                )
         except Exception as error:
-            temporary = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
-            if not isinstance(error, OSError):
-                log(describe_bug(error))
-            elif error.errno not in temporary:
-                raise  # the client has gone
-            time.sleep(0.05)  # seconds, or it would spin while resources are short
+            time.sleep(0.05)  # seconds, or it would spin while descriptors are short
             raise OSError from error  # any other would end the serving thread
         # An IPv4-mapped address counts as IPv4; a link-local one keeps its scope ID.
         return tcp, (address[0].removeprefix("::ffff:"), address[1])
 
-    def _make_room(self) -> None:
-        """Drop a random waiting connection of the client that has the most."""
-        waiting = {t: e for t, e in self.connections.items() if e.state != State.BUSY}
-        states = {tcp: each.state for tcp, each in waiting.items()}
-        if State.DROPPED in states.values():
-            return  # a place is about to become free
-        reading = [tcp for tcp, state in states.items() if state is State.READING]
-        for tcp in select.select(reading, [], [], 0)[0]:
-            del waiting[tcp]  # its thread is about to read something
-        counts = Counter(each.group for each in self.connections.values())
-        most = max((counts[each.group] for each in waiting.values()), default=0)
-        if most > 6:  # a browser opens six, so up to that all clients are equal
-            busiest = {t: e for t, e in waiting.items() if counts[e.group] == most}
-            waiting = busiest
+    def make_room(self) -> None:
+        """Drop a waiting handler at random, of the client with the most.
+
+        A browser opens six connections, so up to six, all clients are equal.
+        """
+        waiting = self.waiting.copy()
+        counts = Counter(handler.group for handler in waiting)
+        most = max(counts.values(), default=0)
+        if most > 6:
+            waiting = {each for each in waiting if counts[each.group] == most}
         if waiting:
-            secrets.choice([*waiting.values()]).drop()
+            secrets.choice([*waiting]).drop()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Give a connection a thread; make room first if there are too many."""
-        with self.lock:
-            while len(self.connections) >= MAX_CONNECTIONS:
-                self._make_room()
-                self.lock.wait()
-            group = group_client(client_address[0])
-            self.connections[request] = Connection(self, request, group)
+        if not self.places.acquire(blocking=False):
+            self.make_room()
+            while not self.places.acquire(timeout=0.02):  # seconds for a thread to end
+                self.make_room()
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection and free its place. Every connection ends here."""
-        with self.lock:  # `_make_room` must not find a closed socket
-            self.close_request(request)
-            self.connections.pop(request, None)
-            self.lock.notify()
+        self.close_request(request)
+        self.places.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
         if error := sys.exception():
             log(describe_bug(error))
 
     def stop(self) -> None:
-        """Stop listening, and wait until all running requests are answered."""
+        """Stop listening, and drop clients whose request is incomplete.
+
+        Requests that are being answered end later.
+        """
         self.socket.shutdown(socket.SHUT_RDWR)  # this wakes `serve_forever`
         self.shutdown()
-        with self.lock:
-            for tcp, connection in self.connections.items():
-                if connection.state is State.READING:
-                    connection.state = State.DROPPED
-                with contextlib.suppress(OSError):  # stop reading, keep writing
-                    socket.socket.shutdown(tcp, socket.SHUT_RD)
-            while self.connections:
-                self.lock.wait()
-        self.socket.close()
+        self.is_stopping = True
+        for handler in self.waiting.copy():
+            handler.drop()
+        self.server_close()
 
 
 # ---- Checking ------------------------------------------------------------------------
@@ -2046,199 +1771,107 @@ class Server(ThreadingHTTPServer):
 OK: Final = "ok"
 WRONG: Final = "WRONG"
 HINT: Final = "-"  # harmless, or unknown for now
+CHECK_SECONDS: Final = 20  # for key exchange and login: slow boxes take two to four
 Finding = tuple[str, str, str]  # subject, what was found and how to fix it, verdict
 
 
-def check_packet(config: Config) -> Finding:
-    """Check whether a magic packet would arrive."""
+def check_box(config: Config, file: Path | None) -> Iterator[Finding]:
+    """Check settings, web port and magic packet."""
+    if file and file.stat().st_mode & 0o007:
+        problem = f"{file} is open to others; chmod 600 {file}"
+        yield "configuration", problem, WRONG
+    else:
+        yield "configuration", "all settings are valid", OK
+    if config.pin and config.pin.is_number:
+        yield "PIN", "digits only: enough behind a VPN, not on the internet", HINT
+    try:
+        listen(config.listen).close()
+        yield "web port", f"{config.listen[1]} is free", OK
+    except OSError as error:
+        verdict = HINT if error.errno == errno.EADDRINUSE else WRONG
+        yield "web port", f"WAKER_LISTEN: {error.strerror}", verdict
     try:
         route = f"would leave from {find_source(config)} to {config.broadcast}"
+        try:
+            find_source(config, on_link=True)
+            yield "magic packet", route, OK
+        except OSError:
+            problem = "that is another network, and routers stop broadcasts"
+            yield "magic packet", f"{route}; {problem}", HINT
     except OSError as error:
         fix = "connect this box to the server's network"
-        return "magic packet", f"{error.strerror}; {fix}", WRONG
-    limited = config._replace(broadcast=IPv4Address("255.255.255.255"))
-    host = config.machine.host
-    problem = ""
-    try:
-        find_source(config, on_link=True)
-    except OSError:
-        what = f"the server {host}" if config == limited else "WAKER_HOMELAB_BROADCAST"
-        problem = f"{what} is on another network, and routers stop broadcasts"
-    if config != limited and not problem:
-        with contextlib.suppress(PermissionError):  # raised for a broadcast address
-            find_source(config, may_broadcast=False)
-            problem = "not a broadcast address of this network; a sleeping server"
-            problem += " cannot receive packets sent to its own address"
-        with contextlib.suppress(OSError):  # there is no IPv4 route to the server
-            reached_from = find_source(limited)
-            if reached_from != find_source(config):
-                problem = f"{host} is reached from {reached_from} instead; is"
-                problem += " WAKER_HOMELAB_BROADCAST right?"
-    if problem:
-        return "magic packet", f"{route}; {problem}", HINT
-    return "magic packet", route, OK
+        yield "magic packet", f"{error.strerror}; {fix}", WRONG
 
 
-def check_certificate(path: Path) -> Finding:
-    """Check whether a certificate is still valid."""
-    subject = "certificate"
-    try:
-        from cryptography import x509  # a dependency of paramiko
-    except (ImportError, AttributeError):
-        return subject, f"not checked: {NO_PARAMIKO}", HINT
-    try:
-        certificate = x509.load_pem_x509_certificate(path.read_bytes())
-    except ValueError:
-        return subject, "its dates could not be read", HINT
-    # Version 38, as in Debian 12, lacks the newer names.
-    begin = getattr(certificate, "not_valid_before_utc", None)
-    end = getattr(certificate, "not_valid_after_utc", None)
-    begin = begin or certificate.not_valid_before.replace(tzinfo=UTC)
-    end = end or certificate.not_valid_after.replace(tzinfo=UTC)
-    now = datetime.now(UTC)
-    if now < begin:
-        problem = f"not valid before {begin:%Y-%m-%d}; is this box's clock right?"
-        return subject, problem, HINT
-    if end < now:
-        return subject, f"expired on {end:%Y-%m-%d}; browsers will warn", HINT
-    return subject, f"valid until {end:%Y-%m-%d}", OK
+def check_ports_and_mac(config: Config) -> Iterator[Finding]:
+    """Check what each port says, and compare the MAC address with ARP."""
+    mac = config.mac.hex(":")
+    ports = {"initrd's port": config.initrd_port, "system's port": config.system_port}
+    for subject, port in ports.items():
+        state, banner = probe_port(config.host, port, banner=True)
+        text, verdict = f"{config.host}, port {port} {state.value}", HINT
+        if state is PortState.OPEN:
+            text, verdict = f"{text}; it says {banner or 'nothing'}", OK
+        if port != config.initrd_port and "dropbear" in banner:
+            text, verdict = f"{text}; are the two ports swapped?", HINT
+        yield subject, text, verdict
+    # The ports have filled the ARP table.
+    arp = Path("/proc/net/arp")
+    entry = rf"(?m)^{re.escape(config.host)} .* (..:..:..:..:..:..) "
+    found = re.search(entry, arp.read_text() if arp.exists() else "")
+    if found and found[1] == mac:
+        yield "MAC address", f"{mac}, as in this box's ARP table", OK
+    elif found and found[1] != "00:00:00:00:00:00":
+        hint = f"{config.host} has {found[1]} according to ARP, not {mac};"
+        yield "MAC address", f"{hint} compare with `ip link` on the server", HINT
 
 
-def check_unlocking(machine: Machine, *, in_initrd: bool) -> Iterator[Finding]:
+def check_unlocking(config: Config) -> Iterator[Finding]:
     """Check what an unlock needs, and the login if the initrd is up."""
     subject = "paramiko"
     try:
         import paramiko
 
         yield subject, paramiko.__version__, OK
+        subject = "SSH key"
+        key = load_key(config.key)
+        yield subject, f"{key.get_name()} {fingerprint(key.asbytes())}", OK
         subject = "host key"
-        if in_initrd:
-            transport = open_transport(machine)
-            seen = exchange_keys(transport, machine)
-            if machine.host_keys:
-                verify(seen, machine)
-                yield subject, "pinned and verified", OK
-            else:
-                text = f"{fingerprint(seen.blob)} is not pinned yet. If this key is"
-                text += f" your server's, set WAKER_SSH_HOST_KEY={seen}"
-                yield subject, text, HINT
-        elif machine.host_keys:
+        ports = check_ports(config)
+        if ports.initrd is not PortState.OPEN or ports.system is PortState.OPEN:
             text = "not seen; check again while the initrd waits for its passphrase"
             yield subject, text, HINT
-        else:
-            yield subject, NOT_PINNED, HINT
-        subject = "SSH key"
-        key = load_key(machine.key)
-        yield subject, f"{key.get_name()} {fingerprint(key.asbytes())}", OK
-        subject = "login"
-        if in_initrd and machine.host_keys:
-            log_in(transport, machine)
-            yield subject, f"{machine.user} can log in; unlock not tried", OK
-    except (ImportError, AttributeError) as error:
-        yield subject, f"{NO_PARAMIKO} ({error})", WRONG
-    except SHORTAGES:
-        yield subject, Outcome.NO_MEMORY.value[1], WRONG
-    except NotSent as why:
-        yield subject, str(why), WRONG
-
-
-def check_mac(config: Config) -> Iterator[Finding]:
-    """Compare the MAC address with what ARP has found."""
-    subject, mac = "MAC address", config.mac.hex(":")
-    with contextlib.suppress(OSError):  # this box has no ARP table
-        entry = rf"(?m)^{re.escape(config.machine.host)} .* (..:..:..:..:..:..) "
-        found = re.search(entry, Path("/proc/net/arp").read_text())
-        if not found or found[1] == "00:00:00:00:00:00":
             return
-        if found[1] == mac:
-            yield subject, f"matches this box's ARP entry for {config.machine.host}", OK
-        else:
-            hint = f"{config.machine.host} has {found[1]} according to ARP, not {mac};"
-            yield subject, f"{hint} compare with `ip link` on the server", HINT
+        transport = open_transport(config, CHECK_SECONDS)
+        verify(transport, config)
+        yield subject, "pinned and verified", OK
+        subject = "login"
+        log_in(transport, config)
+        yield subject, f"{config.user} can log in; unlock not tried", OK
+    except (ImportError, AttributeError) as error:
+        yield subject, f"{explain_no_paramiko()} ({error})", WRONG
+    except Result as result:
+        is_unpinned = subject == "host key" and not config.host_keys
+        yield subject, str(result), HINT if is_unpinned else WRONG
 
 
-def check_machine(machine: Machine) -> Iterator[Finding]:
-    """Check SSH on each port, then as much as the machine's state allows."""
-    ports = {"initrd's port": machine.initrd_port, "system's port": machine.system_port}
-    if machine.initrd_port == machine.system_port:
-        ports = {"shared port": machine.initrd_port}
-    in_initrd = check_ports(machine).members()["state"] == "locked"
-    for subject, port in ports.items():
-        state, banner = probe_port(machine.host, port, banner=True)
-        text, verdict = f"{machine.host}, port {port} {state.value}", HINT
-        if state is PortState.OPEN:
-            text, verdict = f"{text}; it says {banner or 'nothing'}", OK
-        if subject == "system's port" and "dropbear" in banner:
-            text, verdict = f"{text}; are the two ports swapped?", HINT
-        yield subject, text, verdict
-    yield from check_unlocking(machine, in_initrd=in_initrd)
-
-
-def check_listening(config: Config) -> Finding:
-    """Check whether the web page's port can be opened."""
-    port = config.listen[1]
-    try:
-        listen(config.listen).close()
-    except OSError as error:
-        verdict = HINT if error.errno == errno.EADDRINUSE else WRONG
-        return "web port", explain_listening(error, config.listen), verdict
-    if 0 < port < 1024:
-        hint = "only if waker runs as root; waker.service does not"
-        return "web port", f"{port} is free, but {hint}", HINT
-    if ipaddress.ip_address(config.listen[0]).is_loopback:
-        hint = "only this box can connect; that is right if a proxy runs here"
-        return "web port", f"{port} is free, but {hint}", HINT
-    return "web port", f"{port} is free", OK
-
-
-def check(config: Config, file: Path | None) -> Iterator[Finding]:
-    if file and file.stat().st_mode & 0o007:
-        problem = f"{file} is open to others; chmod 600 {file}"
-        yield "configuration", problem, WRONG
-    else:
-        yield "configuration", "all settings are valid", OK
-    if config.pin.is_number:
-        yield "PIN", "digits only: enough behind a VPN, not on the internet", HINT
-    yield check_listening(config)
-    if config.tls_cert:
-        yield check_certificate(config.tls_cert)
-    wide = [str(network) for network in config.proxies if network.num_addresses > 1]
-    if wide:
-        risk = "could evade the limit on PIN attempts; name only the proxy"
-        yield "proxy", f"any host in {' and '.join(wide)} {risk}", HINT
-    yield check_packet(config)
-    yield from check_machine(config.machine)
-    yield from check_mac(config)  # last: the probes fill the ARP table
+def check(config: Config, file: Path | None) -> int:
+    """Print each finding at once; return 1 if anything is wrong."""
+    for number in (signal.SIGINT, signal.SIGPIPE):  # end without a traceback
+        signal.signal(number, signal.SIG_DFL)
+    box = check_box(config, file)
+    status = 0
+    for finding in chain(box, check_ports_and_mac(config), check_unlocking(config)):
+        subject, text, verdict = finding
+        print(printable(f"{verdict:7}{subject:15}{text}"), flush=True)
+        status |= verdict == WRONG
+    return status
 
 
 # ---- Commands ------------------------------------------------------------------------
 # What `waker.py` does when it is run.
 
 MAX_MEMORY: Final = 64 << 20  # bytes of data; twice what an unlock or check needs
-
-
-def make_tls(config: Config) -> "ssl.SSLContext | None":
-    """Load the certificate, if there is one. Raises: ConfigError."""
-    cert, key = config.tls_cert, config.tls_key
-    if not cert or not key:
-        return None
-    import ssl
-
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.set_ciphers("ECDHE+AESGCM:ECDHE+CHACHA20")  # from TLS 1.2 on
-    # One curve only: with OpenSSL's ffdhe8192, a hello would cost 100 ms of CPU. P-256
-    # costs modern clients a round trip, so it is only for a Python without X25519.
-    context.set_ecdh_curve("prime256v1")
-    with contextlib.suppress(ssl.SSLError):  # Python 3.11.2, as in Debian 12, fails
-        context.set_ecdh_curve("X25519")
-    try:
-        context.load_cert_chain(cert, key, password=b"")  # or it would ask for one
-    except OSError as error:  # which does not say which file
-        form = "must be a certificate and its private key, both PEM, not encrypted"
-        if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
-            form = "do not match; waker's own certificate must come first in its file"
-        raise ConfigError(f"WAKER_TLS_CERT and WAKER_TLS_KEY {form}") from None
-    return context
 
 
 def serve(app: App) -> int:
@@ -2248,7 +1881,7 @@ def serve(app: App) -> int:
     try:
         tcp = listen(app.config.listen)
     except OSError as error:
-        log(f"WAKER_LISTEN: {explain_listening(error, app.config.listen)}")
+        log(f"WAKER_LISTEN: {error.strerror}")
         return 1
     server = Server(app, tcp)
     threading.Thread(target=server.serve_forever, args=(None,)).start()
@@ -2257,93 +1890,64 @@ def serve(app: App) -> int:
     log("stopping")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second signal ends it at once
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    app.starter.stop()
     server.stop()
-    with contextlib.suppress(Fault):  # after the server: no new start can begin
-        app.starter.cancel()
-    return 0  # Python waits for the last thread, which may be an unlock
+    return 0  # Python waits for the last thread
 
 
-def read_passphrase(seconds: int) -> Passphrase:
-    """Read it from the terminal, or all of standard input.
+def read_passphrase() -> Passphrase:
+    """Read it from the terminal, or all of standard input. Raises: Result."""
+    try:
+        if os.isatty(0):
+            import getpass
 
-    Raises: ValueError; TimeoutError if standard input does not end in time.
+            return Passphrase(getpass.getpass("Passphrase: "))
+        with open(0, "rb", closefd=False) as stdin:
+            given = stdin.read(1024)  # bytes; more than any valid passphrase
+        return Passphrase(given.decode().removesuffix("\n"))
+    except (ValueError, EOFError, OSError, KeyboardInterrupt):
+        detail = "a passphrase is 1 to 512 bytes of UTF-8 without control characters"
+        raise Result(Outcome.ERROR, detail) from None
+
+
+def print_unlock(config: Config, seconds: int) -> int:
+    """Read a passphrase, unlock within `seconds`, print the result; return the status.
+
+    SIGTERM and ^C end it before the passphrase is sent, but not afterwards.
     """
-    if os.isatty(0):
-        import getpass
-
-        return Passphrase(getpass.getpass("Passphrase: "))
-    deadline = time.monotonic() + seconds
-    given = b""
-    while len(given) < 1024:  # bytes; more than any valid passphrase
-        left = max(deadline - time.monotonic(), 0)
-        if not select.select([0], [], [], left)[0]:
-            raise TimeoutError
-        part = os.read(0, 1024)
-        if not part:
-            break
-        given += part
-    return Passphrase(given.decode().removesuffix("\n"))
-
-
-def unlock_once(machine: Machine, seconds: int) -> Result:
-    """Read a passphrase within `seconds`, then unlock within `seconds`."""
     try:
-        passphrase = read_passphrase(seconds)
-    except TimeoutError:
-        reason = f"no passphrase was entered within {seconds} s"
-        return Result.of(Outcome.ERROR, reason, sent=False)
-    except (EOFError, KeyboardInterrupt):
-        return Result.of(Outcome.ERROR, "no passphrase was entered", sent=False)
-    except (ValueError, OSError):
-        reason = "a passphrase is 1 to 512 bytes of UTF-8 without control characters"
-        return Result.of(Outcome.ERROR, reason, sent=False)
-    signal.alarm(seconds)  # ends the process even if something hangs
-    deadline = time.monotonic() + seconds - 5  # which leaves time to report
-    report = functools.partial(print, SENT_REPORT, flush=True)
-    return unlock(machine, passphrase, deadline, report)
-
-
-def print_unlock(machine: Machine, seconds: int) -> int:
-    """Unlock once and print the result; return the exit status."""
-    try:
-        result = unlock_once(machine, seconds)
+        try:
+            passphrase = read_passphrase()
+            set_ending_signals(signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the daemon blocks them
+            signal.alarm(seconds)  # ends the process even if something hangs
+            deadline = time.monotonic() + seconds - 5  # which leaves time to report
+            result = unlock(config, passphrase, deadline)
+        except Result as ended:
+            result = ended
+        members = {"outcome": result.outcome.word, "sent": result.sent}
+        members |= {"message": result.message, "hint": result.hint}
+        print(json.dumps(members), flush=True)
+    except BrokenPipeError:  # the daemon has ended
+        return os.EX_IOERR
     except Exception as error:  # noqa: BLE001 - its text might quote a secret
         log(describe_bug(error))
         return os.EX_SOFTWARE
-    with contextlib.suppress(BrokenPipeError):  # the daemon has gone
-        print(json.dumps(result._asdict()), flush=True)
-    return int(result.outcome not in SUCCESSES)
-
-
-def print_table(findings: Iterable[Finding]) -> int:
-    """Print each finding at once; return 1 if anything is wrong."""
-    for number in (signal.SIGINT, signal.SIGPIPE):  # end without a traceback
-        signal.signal(number, signal.SIG_DFL)
-    status = 0
-    for subject, text, verdict in findings:
-        print(printable(f"{verdict:7}{subject:15}{text}"), flush=True)
-        if verdict == WRONG:
-            status = 1
-    return status
+    return int(result.outcome.status != 200)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     epilog = f"settings, from the environment and FILE, or else from {ENV_FILE}:"
     for name, default, _, form in SETTINGS:
-        epilog += f"\n  {name:25}{form.partition(';')[0]} [{default or 'none'}]"
+        epilog += f"\n  {name:25}{form} [{default or 'none'}]"
     kind = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(epilog=epilog, formatter_class=kind)
     parser.description = "Wake a server by magic packet and unlock its disk over SSH."
     add = parser.add_argument
     add("--version", action="version", version=f"waker {__version__}")
     add("--env-file", metavar="FILE", type=Path, help="settings: lines NAME=value")
-    add(
-        "--seconds",
-        metavar="N",
-        type=int,
-        default=90,
-        help="limit for unlock, 6 to 9999 [90]",
-    )
+    limit = "limit for unlock, 6 to 9999"
+    add("--seconds", metavar="N", type=int, default=UNLOCK_SECONDS, help=limit)
     about = "run the web page, check the settings, unlock once with a passphrase from "
     about += "standard input, or print the server's state [serve]"
     commands = "serve", "check", "unlock", "state"
@@ -2354,13 +1958,37 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
+def run_command(arguments: argparse.Namespace, program: Path) -> int:
+    """Read the settings and run a command. Raises: ConfigError."""
+    ours = {n: v for n, v in os.environ.items() if n.startswith("WAKER_")}
+    file = arguments.env_file or (None if ours else Path(ENV_FILE))
+    folder = file.resolve().parent if file else Path.cwd()
+    values = (read_env_file(file) if file else {}) | ours
+    if values.pop("WAKER_INITRD", None) is not None:
+        log("WAKER_INITRD has no effect since waker 3; delete it")
+    if arguments.command == "state":
+        config = read_config(values, folder, STATE_SETTINGS)
+        print(json.dumps(check_ports(config).members()))
+        return 0
+    if arguments.command == "unlock":
+        config = read_config(values, folder, UNLOCK_SETTINGS)
+        # Not sys.exit: paramiko's threads would take 15 s to end.
+        os._exit(print_unlock(config, arguments.seconds))
+    config = read_config(values, folder)
+    # For the process that unlocks. PYTHONPATH, say, may be what makes paramiko
+    # available. The PIN stays here.
+    environment = {n: v for n, v in os.environ.items() if n not in ours}
+    names = [setting[0] for setting in SETTINGS[:UNLOCK_SETTINGS]]
+    environment |= {name: values[name] for name in names if name in values}
+    environment["WAKER_SSH_KEY"] = str(config.key)
+    app = App(config, Unlocker(config, program, environment))
+    if arguments.command == "check":
+        os._exit(check(config, file))
+    return serve(app)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run a command; `argv` is like sys.argv. Return the exit status."""
-    # Open standard streams that are closed, or a socket would take their place.
-    spare = os.open(os.devnull, os.O_RDWR)
-    while spare <= 2:
-        spare = os.open(os.devnull, os.O_RDWR)
-    os.close(spare)
     arguments = parse_arguments(argv[1:])
     # No secret goes into a core dump. With a limit of 0 instead of 1, the kernel would
     # still pipe one to systemd-coredump. Source: do_coredump in fs/coredump.c.
@@ -2372,31 +2000,12 @@ def main(argv: Sequence[str]) -> int:
         with contextlib.suppress(ValueError):  # the limit is lower already
             resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
     warnings.simplefilter("ignore")  # paramiko uses what cryptography deprecates
-    ours = {n: v for n, v in os.environ.items() if n.startswith("WAKER_")}
-    file = arguments.env_file or (None if ours else Path(ENV_FILE))
-    folder = file.resolve().parent if file else Path.cwd()
     try:
-        values = (read_env_file(file) if file else {}) | ours
-        if values.pop("WAKER_INITRD", None):
-            log("WAKER_INITRD has no effect since waker 3; delete it")
-        if arguments.command == "state":
-            settings = parse_settings(3, values, folder)  # up to the ports
-            machine = Machine(*[*settings, "", Path(), ()])
-            print(json.dumps(check_ports(machine).members()))
-            return 0
-        if arguments.command == "unlock":
-            machine = Machine(*parse_settings(len(Machine._fields), values, folder))
-            # Not sys.exit: paramiko's threads would take 15 s to end.
-            os._exit(print_unlock(machine, arguments.seconds))
-        config = read_config(values, folder)
-        app = App(config, Unlocker(config, Path(argv[0]), os.environ), make_tls(config))
-        if arguments.command == "check":
-            os._exit(print_table(check(config, file)))
+        return run_command(arguments, Path(argv[0]))
     except ConfigError as error:
         for line in str(error).splitlines():
             log(line)
         return os.EX_CONFIG  # the unit does not restart it then
-    return serve(app)
 
 
 if __name__ == "__main__":

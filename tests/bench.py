@@ -85,7 +85,7 @@ def ask_for_pages(port: int) -> float:
 def serve(folder: Path, rounds: int) -> Iterator[Row]:
     disks = Disks({"cryptroot": PASSPHRASE})
     with paramiko_server(folder, disks) as initrd:
-        settings = SETTINGS | initrd.machine().settings()
+        settings = SETTINGS | initrd.settings()
         for name in list(SERVERS) * rounds:
             disks.save(initrd.state)
             began = time.perf_counter()
@@ -111,7 +111,7 @@ def unlock(folder: Path, rounds: int) -> Iterator[Row]:
             "ssh": [*ssh.split(), f"root@{LOCAL}", "cryptroot-unlock"],
             "waker": [*SERVERS["waker"], "unlock"],
         }
-        env, given = environment(initrd.machine().settings()), PASSPHRASE.encode()
+        env, given = environment(initrd.settings()), PASSPHRASE.encode()
         for name in list(commands) * rounds:
             disks.save(initrd.state)
             began = time.perf_counter()

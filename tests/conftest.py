@@ -7,6 +7,7 @@ import http.client
 import itertools
 import json
 import os
+import py_compile
 import re
 import shutil
 import socket
@@ -253,17 +254,18 @@ class Client:
         return self.call("POST", "/api/start", {"passphrase": passphrase})
 
 
-def new_app(config: waker.Config) -> waker.App:
-    """Put the daemon's parts together."""
-    return waker.App(config, waker.Unlocker(config, Path(PROGRAM), os.environ))
+def environment(settings: Mapping[str, str]) -> dict[str, str]:
+    """Make an environment with these settings and no others."""
+    others = {n: v for n, v in os.environ.items() if not n.startswith("WAKER_")}
+    return others | dict(settings)
 
 
-def wait_for_starts() -> None:
-    """Wait until each start of this process has ended."""
-    for thread in threading.enumerate():
-        if thread.name == "start":
-            thread.join(60)  # seconds; it was cancelled
-            assert not thread.is_alive()
+def new_app(
+    config: waker.Config, settings: Mapping[str, str] | None = None
+) -> waker.App:
+    """Put the daemon's parts together. To unlock, it needs the machine's settings."""
+    unlocker = waker.Unlocker(config, Path(PROGRAM), environment(settings or {}))
+    return waker.App(config, unlocker)
 
 
 @contextlib.contextmanager
@@ -283,17 +285,15 @@ def serving(
     try:
         yield Client(int(tcp.getsockname()[1]), app=app)
     finally:
+        app.starter.stop()
         server.stop()
-        with contextlib.suppress(waker.Fault):
-            app.starter.cancel()
-        wait_for_starts()
 
 
 @contextlib.contextmanager
 def running(
     config: waker.Config, port: int = 0, options: Sequence[tuple[int, int, int]] = ()
 ) -> Iterator[Client]:
-    """Put the daemon's parts together, and run it."""
+    """Put the parts together of a daemon that does not unlock, and run it."""
     with serving(new_app(config), port, options) as client:
         yield client
 
@@ -335,10 +335,36 @@ class Daemon:
         return status
 
 
-def environment(settings: Mapping[str, str]) -> dict[str, str]:
-    """Make an environment with these settings and no others."""
-    others = {n: v for n, v in os.environ.items() if not n.startswith("WAKER_")}
-    return others | dict(settings)
+# A limit that takes minutes, as it stands in waker.py. A test may shorten it in a copy.
+LIMITS = {
+    "packet_port": "packet_port: int = 9",
+    "packet_seconds": "PACKET_SECONDS: Final = 10",
+    "retry_seconds": "RETRY_SECONDS: Final = 5",
+    "prompt_seconds": "READY_SECONDS: Final = 120",
+    "doubt_seconds": "DOUBT_SECONDS: Final = 45",
+    "start_seconds": "START_SECONDS: Final = 600",
+    "shown_seconds": "SHOWN_SECONDS: Final = 3600",
+    "attempt_seconds": "ATTEMPT_SECONDS: Final = 60",
+    "token_seconds": "TOKEN_SECONDS: Final = 900",
+    "unlock_seconds": "UNLOCK_SECONDS: Final = 90",
+}
+
+
+def shortened(folder: Path, **limits: float) -> tuple[str, ...]:
+    """Copy the program, with other limits; returns the command that runs the copy.
+
+    It is compiled here, once, and not by each of the processes that run it.
+    """
+    text = Path(PROGRAM).read_text()
+    for name, value in limits.items():
+        old = LIMITS[name]
+        assert text.count(old) == 1, f"waker.py has no single {old!r}: correct LIMITS"
+        text = text.replace(old, f"{old.rpartition(' ')[0]} {value}")
+    copy = folder / "waker.py"
+    copy.write_text(text)
+    shutil.copy(CHECKOUT / "ui.html", folder)
+    made = py_compile.compile(str(copy), str(copy.with_suffix(".pyc")), doraise=True)
+    return sys.executable, str(made)
 
 
 def run_waker(
@@ -396,9 +422,9 @@ def config(lab: Homelab, tmp_path: Path) -> waker.Config:
 
 
 @pytest.fixture
-def api(config: waker.Config) -> Iterator[Client]:
+def api(config: waker.Config, lab: Homelab) -> Iterator[Client]:
     """A client of the daemon for it, without a token."""
-    with running(config) as client:
+    with serving(new_app(config, lab.settings())) as client:
         yield client
 
 

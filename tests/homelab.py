@@ -286,7 +286,8 @@ def main(wish: str = "127.0.0.1:8080") -> int:
             "Press Enter to switch the server off, Ctrl-C to end. The log:", flush=True
         )
         Thread(target=machine.obey, args=(0,), daemon=True).start()
-        unlocker = waker.Unlocker(config, Path(waker.__file__), os.environ)
+        environment = dict(os.environ) | machine.settings()
+        unlocker = waker.Unlocker(config, Path(waker.__file__), environment)
         return waker.serve(waker.App(config, unlocker))
 
 

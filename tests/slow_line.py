@@ -1,7 +1,7 @@
 """A line to the daemon that delays every packet, or lets a connection hang.
 
-A browser's own throttling delays each request once. It does not show what connecting,
-a TLS handshake and an answer take together.
+A browser's own throttling delays each request once. It does not show what connecting
+and an answer take together.
 """
 
 import asyncio

@@ -22,8 +22,7 @@ from conftest import PASSPHRASE, is_open, need, need_root, run_waker, wait_for
 from cryptroot_unlock import Disks
 from homelab import DROPBEAR, SshServer, bind, new_key, public_line
 
-import waker
-
+Settings = dict[str, str]
 HOST_KEY = new_key()
 ODD_PASSPHRASE = "-n '$(id)` a\\tb\\0 " + "é" * 244 + "xy \u00a0 "  # 512 bytes
 # Seconds for an unlock that uses up all its time. Five of them are reserved for
@@ -55,15 +54,17 @@ class Initrd:
         is_expected = '[ "$SSH_ORIGINAL_COMMAND" = cryptroot-unlock ]'
         self.forced = f"{is_expected} && exec {self.command}"
 
-    def machine(self) -> "waker.Machine":
-        return waker.Machine(
-            host="127.0.0.1",
-            initrd_port=self.port,
-            system_port=self.port,
-            user="root",
-            key=self.ssh_key,
-            host_keys=waker.HostKey.parse_all(self.host_key),
-        )
+    def settings(self, **others: object) -> Settings:
+        """Return what `waker unlock` needs; others such as SSH_USER replace these."""
+        values = {
+            "HOMELAB_HOST": "127.0.0.1",
+            "INITRD_SSH_PORT": self.port,
+            "SSH_KEY": self.ssh_key,
+            "SSH_HOST_KEY": self.host_key,
+        }
+        return {
+            f"WAKER_{name}": str(value) for name, value in (values | others).items()
+        }
 
     def received(self) -> list[bytes]:
         return [bytes.fromhex(text) for text in Disks.load(self.state).received]
@@ -161,29 +162,31 @@ def tcp_server(serve: Serve) -> Iterator[int]:
         listener.close()
 
 
-def machine_at(
-    folder: Path, port: int, host_key: paramiko.PKey = HOST_KEY
-) -> "waker.Machine":
-    """Describe a machine whose SSH server listens on `port`; pin `host_key`."""
+def settings_at(
+    folder: Path, port: int, host_key: paramiko.PKey = HOST_KEY, **others: object
+) -> Settings:
+    """Return settings for an SSH server on `port`; pin `host_key`."""
     initrd = Initrd(folder, Disks({}), public_line(host_key))
-    return initrd.machine()._replace(initrd_port=port, system_port=port)
+    return initrd.settings(INITRD_SSH_PORT=port, **others)
 
 
 # ---- The unlock ----------------------------------------------------------------------
 
 
-def unlock(machine: "waker.Machine", given: str = PASSPHRASE, seconds: int = 60) -> str:
-    """Run `waker.py unlock` as the daemon does; returns the outcome and the message."""
-    limit = f"--seconds={seconds}"
-    child = run_waker("unlock", limit, settings=machine.settings(), given=given)
+def unlock(settings: Settings, given: str = PASSPHRASE, seconds: int = 60) -> str:
+    """Run `waker.py unlock` as the daemon does.
+
+    Returns the outcome, the message, and a hint if there is one.
+    """
+    child = run_waker("unlock", f"--seconds={seconds}", settings=settings, given=given)
     assert child.stderr == ""
-    *sent, last = map(json.loads, child.stdout.splitlines())
-    result = waker.Result(**last)
-    is_success = result.outcome in ("unlocked", "already_open", "up")
+    *sent, result = map(json.loads, child.stdout.splitlines())
+    outcome, message = result["outcome"], result["message"]
+    is_success = outcome in ("unlocked", "already_open", "up")
     assert child.returncode == (not is_success)
-    assert result.sent == bool(sent)
+    assert result["sent"] == bool(sent)
     assert all(line == {"sent": True} for line in sent)
-    if result.outcome not in ("unlocked", "wrong_passphrase", "not_confirmed"):
-        ending = "was sent" if result.sent else "was not sent"
-        assert result.message.endswith(f"The passphrase {ending}.")
-    return f"{result.outcome}: {result.message}"
+    if outcome not in ("unlocked", "wrong_passphrase", "not_confirmed"):
+        ending = "was sent" if sent else "was not sent"
+        assert message.endswith(f"The passphrase {ending}.")
+    return " ".join(filter(None, (f"{outcome}:", message, result["hint"])))

@@ -2,44 +2,27 @@
 
 import base64
 import email.utils
+import gzip
 import re
 import time
 import tracemalloc
 from pathlib import Path
-from typing import cast
 
 import pytest
-from conftest import MAC, PASSPHRASE, PIN, PROGRAM, Client, new_app, running, wait_for
-from cryptroot_unlock import Disks
-from homelab import Homelab
-from ssh_servers import paramiko_server
+from conftest import (
+    PASSPHRASE,
+    PIN,
+    PROGRAM,
+    Client,
+    new_app,
+    running,
+    serving,
+    wait_for,
+)
+from homelab import Homelab, bind
+from ssh_servers import free_port
 
 import waker
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "allowed"),
-    [
-        ("GET", "/api/auth/", ""),
-        ("POST", "//api/auth", ""),
-        ("BREW", "/API/auth", ""),
-        ("POST", "/", "GET, HEAD"),
-        ("PUT", "/api/auth", "POST"),
-        ("BREW", "/api/start", "DELETE, POST"),
-    ],
-    ids=[
-        *("trailing slash", "double slash", "capitals"),
-        *("POST page", "PUT auth", "BREW start"),
-    ],
-)
-def test_an_unknown_path_or_method_is_refused(
-    api: Client, method: str, path: str, allowed: str
-) -> None:
-    answer = api.call(method, path, {"pin": PIN})
-    assert answer.status == (405 if allowed else 404)
-    assert answer.headers.get("Allow", "") == allowed
-    assert answer.error == (f"Allowed here: {allowed}" if allowed else "No such path")
-
 
 # ---- The PIN and the tokens ----------------------------------------------------------
 
@@ -49,20 +32,65 @@ def test_the_pin_is_exchanged_for_a_token_in_ten_attempts_a_minute(api: Client) 
         answer = api.attempt(pin)
         assert (answer.status, answer.error) == (401, "Wrong PIN"), pin
         assert answer.headers["WWW-Authenticate"] == "Bearer"
-    answer = api.attempt(PIN)
-    assert (answer.status, answer.headers["Content-Type"]) == (200, "application/json")
-    assert answer.json.keys() == {"token", "expires_in"}
-    assert answer.json["expires_in"] == 900
-    api.token = answer.json["token"]
-    assert len(api.token) >= 43  # 32 random bytes
     pasted = PIN, f" {PIN}", f"{PIN}\n", f"\xa0{PIN} "  # pasting adds spaces
     tokens = {api.attempt(pin).json["token"] for pin in pasted}
-    assert len(tokens - {api.token}) == 4
+    assert len(tokens) == 4
+    api.log_in()
     answer = api.attempt(PIN)  # the eleventh: attempts with the right PIN count
     assert answer.status == 429
-    assert 0 < int(answer.headers["Retry-After"]) <= 60
     assert answer.error.startswith("Too many attempts")
     api.status()  # a token in hand still works
+
+
+def test_the_token_comes_with_the_status(api: Client, lab: Homelab) -> None:
+    answer = api.attempt(PIN)
+    api.token = answer.json["token"]
+    assert answer.json["status"] == api.status()
+    assert api.call("POST", "/api/wol").status == 200
+    lab.wait_for("locked")
+    wait_for(lambda: api.status()["state"] == "locked")
+    answer = api.attempt(PIN)
+    assert answer.json["status"]["state"] == "locked"
+    assert answer.json["status"] == api.status()
+
+
+def test_a_refused_attempt_does_not_look_at_the_ports(config: waker.Config) -> None:
+    """Or strangers could have the machine's SSH penalise this box."""
+    with bind("127.0.0.1", 0) as port:
+        port.listen(9)
+        number = int(port.getsockname()[1])
+        config = config._replace(
+            initrd_port=free_port(),
+            system_port=number,
+            proxies=frozenset({"127.0.0.1"}),
+        )
+        with running(config) as client:
+            statuses = [client.attempt("wrong PIN").status for _ in range(11)]
+            assert statuses == [401] * 10 + [429]
+            assert client.call("POST", "/api/auth", b"{}").status == 400
+            port.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                port.accept()
+            answer = client.attempt(PIN, {"X-Forwarded-For": "192.0.2.1"})
+            assert answer.json["status"]["state"] == "up"
+            port.accept()[0].close()
+
+
+def test_a_bug_in_the_status_withholds_no_token_and_shows_no_details(
+    config: waker.Config, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A host that is no text makes connecting fail in an unexpected way."""
+    with running(config._replace(host="\ud800")) as client:
+        answer = client.attempt(PIN)
+        assert answer.status == 200
+        assert answer.json.keys() == {"token", "expires_in"}
+        bug = r"(?m)^bug: UnicodeEncodeError, waker\.py:\d+$"
+        assert re.search(bug, capfd.readouterr().err)
+        client.token = answer.json["token"]
+        answer = client.call("GET", "/api/status")
+        assert (answer.status, answer.error[:14]) == (500, "Internal error")
+        assert re.search(bug, capfd.readouterr().err)
+        assert client.call("GET", "/").status == 200
 
 
 def all_attempts_are_left(api: Client) -> bool:
@@ -71,30 +99,16 @@ def all_attempts_are_left(api: Client) -> bool:
 
 @pytest.mark.parametrize(
     "body",
-    [
-        b"",
-        b'{"x": "x"}',
-        b'{"pin": 12345678}',
-        b'{"pin": ""}',
-        b'{"pin": "\xff"}',
-        b'{"pin": "\\ud800"}',
-        b'{"pin": "\\x"}',
-        b'{"pin": "x", "pin": "x"}',
-        b'{"pin": "x"} x',
-        b'{"pin": ' + b"[" * 16000 + b"}",
-        '{"pin": "x"}\u3000'.encode(),
-    ],
-    ids=[
-        *("empty", "another member", "number", "empty PIN", "not UTF-8", "surrogate"),
-        *("bad escape", "two PINs", "trailing text", "deep nesting", "wide space"),
-    ],
+    [b'{"pin": "\\x"}', b'{"pin": "x"} x', '{"pin": "x"}\u3000'.encode()],
+    ids=["bad escape", "trailing text", "wide space"],
 )
 def test_a_body_without_a_pin_is_a_bad_request_and_no_attempt(
     api: Client, body: bytes
 ) -> None:
+    """test_promises.py has more of them."""
     answer = api.call("POST", "/api/auth", body)
     assert answer.status == 400
-    assert answer.error == 'The body must be {"pin": "<some text>"}'
+    assert answer.error.startswith('The body must be {"pin": ')
     assert all_attempts_are_left(api)
 
 
@@ -149,22 +163,10 @@ def test_refused_attempts_are_not_counted() -> None:
     assert not refused(gate, "192.0.2.1", 60)
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "is_same"),
-    [
-        ("192.0.2.1", "192.0.2.2", False),
-        ("2001:db8:0:1::1", "2001:db8:0:ff:ffff::1", True),
-        ("2001:db8:0:1::1", "2001:db8:0:100::1", False),
-        ("fe80::1%eth0.100", "fe80::2%eth0.100", True),
-    ],
-    ids=["IPv4", "same network", "another network", "link-local"],
-)
-def test_attempts_are_counted_per_ipv4_address_or_ipv6_56(
-    one: str, other: str, is_same: bool
-) -> None:
+def test_attempts_are_counted_per_ipv6_network_even_if_it_is_link_local() -> None:
     gate = waker.Gate()
-    assert not any(refused(gate, one, 0) for _ in range(10))
-    assert bool(refused(gate, other, 0)) == is_same
+    assert not any(refused(gate, "fe80::1%eth0.100", 0) for _ in range(10))
+    assert refused(gate, "fe80::2%eth0.100", 0)
 
 
 def test_4096_clients_are_remembered_and_the_least_recent_is_forgotten() -> None:
@@ -190,15 +192,11 @@ def test_4096_remembered_clients_take_at_most_3_mb() -> None:
         tracemalloc.stop()
 
 
-def test_a_token_lives_15_minutes_and_64_live_at_a_time(config: waker.Config) -> None:
-    app = new_app(config)
-    token, *others = (app.gate.issue_token(1000) for _ in range(64))
-    for now, status in ((1899.9, 409), (1900, 401)):
-        request = waker.Request("DELETE", "/api/start", "192.0.2.1", now, token=token)
-        assert waker.respond(app, request, "").status == status, now
-    others.append(app.gate.issue_token(1001))
-    assert not app.gate.is_valid(token, 1001)
-    assert all(app.gate.is_valid(other, 1001) for other in others)
+def test_a_token_lives_15_minutes() -> None:
+    gate = waker.Gate()
+    token = gate.issue_token(1000)
+    assert gate.is_valid(token, 1899.9)
+    assert not gate.is_valid(token, 1900)
 
 
 PROTECTED = pytest.mark.parametrize(
@@ -214,34 +212,16 @@ PROTECTED = pytest.mark.parametrize(
 
 
 @PROTECTED
-@pytest.mark.parametrize(
-    "authorization",
-    ["", "Bearer", "Basic {}", "{}", "Bearer {}x", "Bearer \xe4"],
-    ids=["none", "no token", "Basic", "no scheme", "wrong token", "not ASCII"],
-)
-def test_a_request_without_a_valid_token_is_refused(
-    owner: Client, lab: Homelab, request_line: str, authorization: str
+def test_a_request_without_a_valid_token_does_nothing(
+    owner: Client, lab: Homelab, request_line: str
 ) -> None:
-    token, owner.token = owner.token, ""
-    text = authorization.format(token)
-    fields = {"Authorization": text} if text else {}
     method, path = request_line.split()
+    token, owner.token = owner.token, ""
+    fields = {"Authorization": "Bearer \xe4"}
     answer = owner.call(method, path, {"passphrase": PASSPHRASE}, fields)
     assert (answer.status, answer.error) == (401, "Invalid or expired token")
-    assert answer.headers["WWW-Authenticate"] == "Bearer"
+    assert owner.call("HEAD", "/api/status").status == 401
     assert lab.packets == []
-
-
-@PROTECTED
-def test_the_token_is_checked_before_the_body(api: Client, request_line: str) -> None:
-    method, path = request_line.split()
-    assert api.call(method, path, b"x" * 20_000).status == 401
-
-
-@PROTECTED
-def test_the_bearer_scheme_ignores_case(owner: Client, request_line: str) -> None:
-    token, owner.token = owner.token, ""
-    method, path = request_line.split()
     fields = {"Authorization": f"bEARER {token}"}
     assert owner.call(method, path, headers=fields).status != 401
 
@@ -256,6 +236,7 @@ def test_a_machine_is_woken_and_unlocked(owner: Client, lab: Homelab) -> None:
         "reachable": False,
         "initrd_ssh_open": False,
         "system_ssh_open": False,
+        "usual_seconds": None,
         "start": None,
     }
     for body in (None, b"nonsense"):  # the body is ignored
@@ -274,40 +255,21 @@ def test_a_machine_is_woken_and_unlocked(owner: Client, lab: Homelab) -> None:
     lab.wait_for("up")
 
 
-@pytest.mark.parametrize(
-    "passphrase",
-    ["", "a" * 513, "ä" * 257, "a\n", "\r", "a\0b", "\x7f", "\x85", 5],
-    ids=[
-        *("empty", "513 bytes", "257 characters", "line feed", "carriage return"),
-        *("NUL", "DEL", "NEL", "number"),
-    ],
-)
+@pytest.mark.parametrize("passphrase", ["", "\r", 5], ids=ascii)
 def test_an_impossible_passphrase_is_a_bad_request(
     owner: Client, passphrase: object
 ) -> None:
+    """test_promises.py has more of them."""
     for answer in (owner.unlock(passphrase), owner.start(passphrase)):
         assert answer.status == 400
         assert "passphrase" in answer.error
 
 
-def test_a_passphrase_is_sent_as_it_was_given(tmp_path: Path) -> None:
-    """With its spaces and accents as they are. An open disk needs none."""
-    odd = " \u00a0\u00e9 e\u0301 \u00a0 "
-    with paramiko_server(tmp_path, Disks({"d": odd})) as initrd:
-        settings = {"WAKER_PIN": PIN} | MAC | initrd.machine().settings()
-        with running(waker.read_config(settings, tmp_path)) as client:
-            answer = client.log_in().unlock(odd)
-            assert answer.json["message"] == "Unlocked: d."
-            answer = client.unlock("another")
-    assert answer.status == 200
-    assert answer.json["message"].startswith("no passphrase is needed: all disks")
-
-
 def test_an_unlock_that_ends_in_a_bug_leaves_room_for_the_next(
-    config: waker.Config,
+    config: waker.Config, lab: Homelab
 ) -> None:
-    config = config._replace(unlock_seconds=cast("int", "a bug, on purpose"))
-    with running(config) as client:
+    settings = lab.settings() | {"LD_LIBRARY_PATH": "\0"}  # which no process can get
+    with serving(new_app(config, settings)) as client:
         client.log_in()
         for _ in range(2):
             answer = client.unlock()
@@ -320,7 +282,6 @@ def test_an_unlock_that_ends_in_a_bug_leaves_room_for_the_next(
 def test_the_page_needs_no_token_and_allows_only_its_own_code(api: Client) -> None:
     page = api.call("GET", "/?from=home-screen")
     assert page.status == 200
-    assert page.body == Path(PROGRAM).with_name("ui.html").read_bytes()
     assert page.headers["Content-Type"] == "text/html; charset=utf-8"
     policy = page.headers["Content-Security-Policy"]
     for tag in (b"script", b"style"):
@@ -342,7 +303,42 @@ def test_the_page_needs_no_token_and_allows_only_its_own_code(api: Client) -> No
     assert not re.search(rb"\son\w+=|\sstyle=|innerHTML|javascript:", page.body)
     icon = api.call("GET", "/apple-touch-icon.png")
     assert icon.headers["Content-Type"] == "image/png"
-    assert icon.body.startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("accepted", "is_packed"),
+    [
+        ("gzip", True),
+        ("deflate, gzip;q=0.5", True),
+        ("GZIP", True),
+        ("gzip;q=0.001", True),
+        ("gzip , br", True),
+        ("gzip;q=0", False),
+        ("gzip; q=0.000", False),
+        ("gzip ;Q=0, deflate", False),
+        ("br, gzip;q=0, *", False),
+        ("identity", False),
+        ("x-gzip", False),
+        ("gzipped", False),
+        ("", False),
+    ],
+)
+def test_the_page_is_packed_for_clients_that_accept_it(
+    owner: Client, accepted: str, is_packed: bool
+) -> None:
+    fields = {"Accept-Encoding": accepted}
+    page = owner.call("GET", "/", headers=fields)
+    assert page.headers.get("Content-Encoding") == ("gzip" if is_packed else None)
+    body = gzip.decompress(page.body) if is_packed else page.body
+    assert body == Path(PROGRAM).with_name("ui.html").read_bytes()
+    assert page.headers["Vary"] == "Accept-Encoding"
+    assert "Content-Security-Policy" in page.headers
+    head = owner.call("HEAD", "/", headers=fields)
+    for name in ("Content-Length", "Content-Encoding", "Vary"):
+        assert head.headers.get(name) == page.headers.get(name)
+    answer = owner.call("GET", "/api/status", headers=fields)
+    assert "Content-Encoding" not in answer.headers
+    assert answer.json["state"] == "off"
 
 
 PATHS = pytest.mark.parametrize(
@@ -375,15 +371,3 @@ def test_every_answer_has_the_security_headers(
     assert not {"Server", "Access-Control-Allow-Origin"} & fields.keys()
     date = email.utils.parsedate_to_datetime(fields["Date"])
     assert abs(date.timestamp() - time.time()) < 60
-
-
-def test_a_bug_is_reported_without_details(
-    config: waker.Config, capfd: pytest.CaptureFixture[str]
-) -> None:
-    broken = config._replace(name=cast("str", b"a bug, on purpose"))  # no JSON
-    with running(broken) as client:
-        answer = client.log_in().call("GET", "/api/status")
-        assert answer.status == 500
-        assert answer.error == "Internal error; see waker's log"
-        assert "bug: TypeError, encoder.py:" in capfd.readouterr().err
-        assert client.call("GET", "/").status == 200

@@ -5,11 +5,8 @@ import errno
 import json
 import os
 import re
-import resource
 import select
-import signal
 import socket
-import ssl
 import struct
 import subprocess
 import sys
@@ -17,26 +14,22 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from certificate import Certificate, new_certificate
 from conftest import (
     CHECKOUT,
     MACHINE,
     PIN,
     Client,
     daemon,
-    need,
     need_root,
     new_app,
     no_threads,
     running,
-    serving,
     wait_for,
-    wait_for_child,
 )
 from namespaces import hosts, ip
 
@@ -46,7 +39,6 @@ GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /api/auth HTTP/1.1\r\nHost: x\r\n"
 JSON = b"Content-Type: application/json\r\n"
 SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
-HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # the first bytes of TLS
 LOGIN = json.dumps({"pin": PIN}).encode()
 NO_DEFERRING = socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 0
 
@@ -69,55 +61,38 @@ def coding(name: bytes) -> Case:
     return POST + b"Transfer-Encoding:" + name + b"\r\n\r\n0\r\n\r\n" + SMUGGLED, 501
 
 
-def long_body(start: bytes, status: int) -> Case:
-    """Make a request that announces a body of one byte too many."""
-    return start + b"Content-Length: 16385\r\n\r\n", status
-
-
+# Beside those of test_promises.py.
 HOSTILE: dict[str, Case] = {
     # The request line.
     "empty line first": line(b"\r\nGET / HTTP/1.1"),
-    "no version": line(b"GET /"),
     "two spaces": line(b"GET  / HTTP/1.1"),
     "bracket in the method": line(b"G(T / HTTP/1.1"),
     "version in lower case": line(b"GET / http/1.1"),
     "version 1.10": line(b"GET / HTTP/1.10"),
     "bare LF after the version": line(b"GET / HTTP/1.1\nX: y"),
-    "HTTP 2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
-    "TLS": (HELLO, 400),
     # The target.
     "target without slash": line(b"GET x HTTP/1.1"),
-    "fragment": line(b"GET /#x HTTP/1.1"),
-    "percent without digits": line(b"GET /%zz HTTP/1.1"),
     "UTF-8 in the path": line(b"GET /\xc3\xa4 HTTP/1.1"),
     "DEL in the query": line(b"GET /?\x7f HTTP/1.1"),
-    "FTP address": line(b"GET ftp://x/ HTTP/1.1"),
     "whole address": line(b"GET http://x/ HTTP/1.1"),
     "asterisk": line(b"OPTIONS * HTTP/1.1"),
     "encoded dots": line(b"GET /%2e%2e/ HTTP/1.1", 404),
     "encoded slash": line(b"GET /api%2fstatus HTTP/1.1", 404),
+    "fragment": line(b"GET /#x HTTP/1.1", 404),
     # Header fields.
-    "space before the colon": field(b"X : y"),
-    "folded field": field(b"X: y\r\n folded"),
     "field without colon": field(b"X"),
     "field without name": field(b": y"),
-    "NUL in a field": field(b"X: \0"),
-    "bare CR in a field": field(b"X: a\rY: b"),
-    "bare LF in a field": field(b"X: a\nY: b"),
-    "second Host": field(b"Host: x"),
-    "second Authorization": field(b"Authorization: a\r\nauthorization: b"),
-    "no Host": field(b"", GET[:16]),
-    "two names in Host": field(b"Host: x, y", GET[:16]),
-    "user in Host": field(b"Host: u@x", GET[:16]),
-    "superscript in Host": field(b"Host: x:\xb2", GET[:16]),
+    "two Authorizations": (
+        GET.replace(b"/ ", b"/api/status ")
+        + b"Authorization: Bearer a\r\nauthorization: Bearer a\r\n\r\n",
+        401,
+    ),
     # How long the body is.
     "length with a zero first": field(b"Content-Length: 05"),
-    "length with a plus": field(b"Content-Length: +5"),
     "length with an underscore": field(b"Content-Length: 1_0"),
     "length in superscript": field(b"Content-Length: \xb2"),
     "length after a no-break space": field(b"Content-Length: \xa05"),
     "length with a space before the colon": field(b"Content-Length : 5"),
-    "two lengths in a field": field(b"Content-Length: 5, 5"),
     "two length fields": field(b"Content-Length: 5\r\nContent-Length: 5"),
     "length beyond 64 bits": field(b"Content-Length: 5000000000000000000"),
     "empty length": field(b"Content-Length:"),
@@ -128,16 +103,10 @@ HOSTILE: dict[str, Case] = {
     "empty coding": coding(b""),
     # Too much.
     "endless line": (b"x" * 100_000, 431),
-    "endless field": (GET + b"X: " + b"y" * 16384 + b"\r\n\r\n", 431),
-    "101 fields": (GET + b"X: y\r\n" * 100 + b"\r\n", 431),
     "body too long": (
         POST + JSON + b"Content-Length: 16385\r\n\r\n" + b"x" * 16385,
         413,
     ),
-    # In order: the route, the token, the body.
-    "long body for no path": long_body(POST.replace(b"auth", b"x"), 404),
-    "long body for another method": long_body(POST.replace(b"POST", b"PUT"), 405),
-    "long body without a token": long_body(POST.replace(b"auth", b"unlock"), 401),
 }
 # Answered like any other request, and only once.
 ODD = {
@@ -147,10 +116,6 @@ ODD = {
     "upgrade": GET
     + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n"
     + SMUGGLED,
-    "100 fields": GET + (b"X: " + b"y" * 158 + b"\r\n") * 99 + b"\r\n",
-    "HTTP 1.0": b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n",
-    "query": b"GET /?a=/b?c%20d HTTP/1.1\r\nHost: [::1]:8080\r\n\r\n",
-    "host name": b"GET / HTTP/1.1\r\nHost: my-box_2.fritz.box:65535\r\n\r\n",
     # A client that waits for "100 Continue" sends its body after a while without it.
     "expectation": POST
     + JSON
@@ -274,11 +239,13 @@ def test_the_connection_ends_with_the_answer(server: Client) -> None:
 # Reads requests as lines of hex digits, and prints the seconds that each one costs.
 PARSER = """
 import contextlib, sys, time, waker
-proxies = waker.parse_networks("127.0.0.1")
+proxies = waker.parse_addresses("127.0.0.1")
 for line in sys.stdin:
     data, began = bytes.fromhex(line), time.process_time()
     with contextlib.suppress(waker.Fault):
-        waker.text_member(waker.read_request(data, bytes, "127.0.0.1", proxies), "pin")
+        request = waker.read_request(data, bytes, "127.0.0.1", proxies)
+        waker.GZIP.search(request.fields.get("accept-encoding", ""))
+        waker.parse_body(request, "pin", str)
     print(time.process_time() - began)
 """
 
@@ -298,7 +265,10 @@ def test_no_request_costs_more_time_than_its_length() -> None:
         GET + b"X" * many + end,
         GET + b"X: " + b" " * many + b"\0" + end,
         GET + b"X: " + b"x " * (many // 2) + b"\0" + end,
-        GET[:16] + b"Host: " + b"x" * many + b"@" + end,
+        GET + b"Accept-Encoding: " + b"gzip, " * (many // 6) + b"\0" + end,
+        GET + b"Accept-Encoding: gzip" + b" " * many + b"x" + end,
+        GET + b"Accept-Encoding: gzip;q=0." + b"0" * many + b"x" + end,
+        GET + b"Accept-Encoding: " + b"gzip;q=0," * (many // 9) + b"x" + end,
         GET + b"Content-Length: " + b"5" * many + b"x" + end,
         GET + b"X-Forwarded-For: " + b"," * many + end,
         GET + b"Authorization: " + b" " * many + b"x" + end,
@@ -350,30 +320,21 @@ def crowd() -> Iterator[Crowd]:
         yield crowd
 
 
-def test_the_busiest_client_makes_room(
+def test_chance_decides_who_makes_room(
     api: Client, crowd: Crowd, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Connections that have to go get no answer, and are not logged."""
-    others = crowd.come(api, places(1, 50))
-    many = crowd.come(api, ["127.0.0.1"] * 40)
-    assert api.call("GET", "/").status == 200
-    assert all(map(is_open, others))
-    assert sum(map(is_open, many)) <= 13
-    assert all(is_open(tcp) or tcp.recv(1) == b"" for tcp in many)
-    for tcp in (*others, *filter(is_open, many)):
-        tcp.sendall(b"\r\n")
-        assert status_of(tcp) == 200
-    assert capfd.readouterr().err == ""
+    """Or an attacker could arrive in the order that keeps the owner out.
 
-
-def test_chance_decides_who_makes_room(api: Client, crowd: Crowd) -> None:
-    """Or an attacker could arrive in the order that keeps the owner out."""
+    Connections that have to go get no answer, and are not logged.
+    """
     first = crowd.come(api, places(1, 64))
     crowd.come(api, places(2, 32))
     assert api.call("GET", "/").status == 200
     # On average, 38 of 64 stay. If always the newest went, 63 would; if the oldest, 31.
     assert sum(map(is_open, first)) < 60
     assert any(map(is_open, first[:32]))
+    assert all(is_open(tcp) or tcp.recv(1) == b"" for tcp in first)
+    assert capfd.readouterr().err == ""
 
 
 def test_six_connections_count_as_one(api: Client, crowd: Crowd) -> None:
@@ -386,15 +347,15 @@ def test_six_connections_count_as_one(api: Client, crowd: Crowd) -> None:
     assert [sum(map(is_open, each)) for each in browsers] != [5] * 10
 
 
-def test_a_proxys_clients_count_as_one(config: waker.Config, crowd: Crowd) -> None:
-    """They could not be told apart before they have sent their requests."""
-    config = config._replace(proxies=waker.parse_networks("127.0.0.1"))
-    with running(config) as api:
-        others = crowd.come(api, places(1, 50))
-        crowd.come(api, ["127.0.0.1"] * 40)
-        fields = {"X-Forwarded-For": "192.0.2.1"}
-        assert api.call("GET", "/", headers=fields).status == 200
-        assert all(map(is_open, others))
+@contextmanager
+def serving_on(tcp: socket.socket, config: waker.Config) -> Iterator[waker.Server]:
+    server = waker.Server(new_app(config), tcp)
+    threading.Thread(target=server.serve_forever, args=(None,)).start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        server.server_close()
 
 
 def test_an_ipv6_network_counts_as_one_client(
@@ -406,116 +367,32 @@ def test_an_ipv6_network_counts_as_one_client(
         any_address = Path("/proc/sys/net/ipv6/ip_nonlocal_bind")
         host.run(lambda: any_address.write_text("1"))
         listener = host.run(lambda: waker.listen(("::1", 0)))
-        server = waker.Server(new_app(config), listener)
-        threading.Thread(target=server.serve_forever, args=(None,)).start()
         client = Client(int(listener.getsockname()[1]), host="::1")
 
         def come(sources: Iterable[str]) -> list[socket.socket]:
             return host.run(lambda: crowd.come(client, sources))
 
-        try:
+        with serving_on(listener, config):
             others = come(f"2001:db8:1:{number:x}00::1" for number in range(50))
             come(f"2001:db8:2::{number:x}" for number in range(1, 41))
             assert host.run(lambda: client.call("GET", "/")).status == 200
             assert all(map(is_open, others))
-        finally:
-            server.stop()
 
 
-def test_a_request_that_has_arrived_and_its_answer_are_not_dropped(
-    config: waker.Config,
-) -> None:
-    """Nothing is marked as waiting before it really has to wait."""
-    listener = waker.listen(("127.0.0.1", 0))
-    ours, theirs = socket.socketpair()
-    with listener, ours, theirs, ThreadPoolExecutor() as pool:
-        server = waker.Server(new_app(config), listener)
-        connection = waker.Connection(server, ours, "192.0.2.1")
-        theirs.settimeout(20)
-        theirs.sendall(b"request")
-        with server.lock:  # without which nothing can be marked
-            reading = pool.submit(connection.receive)
-            assert reading.result(20) == b"request"
-            sending = pool.submit(connection.send_all, b"answer")
-            assert theirs.recv(99) == b"answer"
-        sending.result()
-        assert connection.state is waker.State.WRITING
-
-
-def test_a_request_that_arrives_at_the_last_moment_is_not_dropped(
+def test_a_request_that_arrives_at_the_last_moment_is_answered(
     config: waker.Config,
 ) -> None:
     """Its thread was waiting, and has not yet had the time to read it."""
     listener = waker.listen(("127.0.0.1", 0))
-    ours, theirs = socket.socketpair()
-    with listener, ours, theirs:
-        server = waker.Server(new_app(config), listener)
-        connection = waker.Connection(server, ours, "192.0.2.1")
-        server.connections[ours] = connection
-        connection.mark(waker.State.READING)
-        theirs.sendall(b"request")
-        server._make_room()  # noqa: SLF001 - the moment is too short to be met
-        states = [connection.state]
-        ours.recv(99)
-        server._make_room()  # noqa: SLF001
-        states.append(connection.state)
-        assert states == [waker.State.READING, waker.State.DROPPED]
-
-
-@pytest.mark.parametrize("state", [waker.State.READING, waker.State.WRITING])
-def test_one_connection_makes_room_for_one_as_soon_as_it_waits(
-    config: waker.Config, crowd: Crowd, state: waker.State
-) -> None:
-    """Until then, all 64 are being answered, and nobody else comes in."""
-    listener = crowd.enter_context(waker.listen(("127.0.0.1", 0)))
-    server = waker.Server(new_app(config), listener)
-    for _ in range(64):
-        ours, theirs = map(crowd.enter_context, socket.socketpair())
-        server.connections[ours] = waker.Connection(server, ours, "192.0.2.1")
-        if state is waker.State.WRITING:
-            theirs.sendall(b"what nobody will read")
-    last, newcomer = map(crowd.enter_context, socket.socketpair())
-    (tcp, first), (_, second), *_ = server.connections.items()
-
-    def is_full() -> bool:  # the newcomer waits for a place
-        return bool(vars(server.lock)["_waiters"])
-
-    with ThreadPoolExecutor() as pool:
-        letting_in = pool.submit(server.process_request, last, ("192.0.2.2", 1))
-        try:
-            wait_for(is_full)
-            first.mark(state)
-            wait_for(lambda: first.state is waker.State.DROPPED, seconds=20)
-            second.mark(state)  # wakes it, without a reason
-            wait_for(is_full)
-            assert not letting_in.done()
-            server.shutdown_request(tcp)  # as the thread of `first` would
-            letting_in.result(20)
-            assert second.state is state
-            newcomer.close()
-            wait_for(lambda: last not in server.connections)
-        finally:
-            if not letting_in.done():  # nothing woke it
-                with server.lock:
-                    server.connections.clear()
-                    server.lock.notify()
-
-
-def test_a_dropped_connection_no_longer_waits_for_its_reader(
-    config: waker.Config,
-) -> None:
-    listener = waker.listen(("127.0.0.1", 0))
-    ours, theirs = socket.socketpair()
-    with listener, ours, theirs, ThreadPoolExecutor() as pool:
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
-        server = waker.Server(new_app(config), listener)
-        connection = waker.Connection(server, ours, "192.0.2.1")
-        sending = pool.submit(connection.send_all, bytes(99999))
-        wait_for(lambda: connection.state is waker.State.WRITING)
-        with server.lock:
-            connection.drop()
-        with pytest.raises(ConnectionError):  # and no TimeoutError after 10 s
-            sending.result(20)
+    client = Client(int(listener.getsockname()[1]))
+    with serving_on(listener, config) as server:
+        for _ in range(20):
+            with knock(client, GET) as tcp:
+                (handler,) = wait_for(server.waiting.copy)
+                tcp.sendall(b"\r\n")
+                handler.drop()
+                assert status_of(tcp) == 200
+            wait_for(server.waiting.copy, lambda waiting: not waiting)
 
 
 def test_a_thousand_clients_can_wait_to_be_let_in() -> None:
@@ -524,31 +401,6 @@ def test_a_thousand_clients_can_wait_to_be_let_in() -> None:
         info = tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
     (limit,) = struct.unpack_from("I", info, 28)  # tcpi_sacked, if it listens
     assert limit >= min(1024, int(Path("/proc/sys/net/core/somaxconn").read_text()))
-
-
-def test_150_connections_use_64_threads_and_wait_for_descriptors() -> None:
-    with daemon(MACHINE) as started:
-        client, idle, pid = started.client, started.uses(), started.process.pid
-
-        def is_full() -> bool:
-            with Crowd() as crowd:
-                many = crowd.come(client, places(1, 150))
-                assert client.call("GET", "/").status == 200
-                open_ones = sum(map(is_open, many))
-                assert open_ones <= 63
-                return open_ones == started.uses()[0] - idle[0] == 63
-
-        wait_for(is_full)  # on a busy machine, some connect only after 10 s: try again
-        wait_for(lambda: started.uses() == idle)
-        assert started.busy(1) < 0.05
-        soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (idle[1], hard))
-        with knock(client, GET + b"\r\n") as tcp:
-            begun = started.count_naps()
-            wait_for(lambda: started.count_naps() > begun + 5)  # between attempts
-            assert is_open(tcp)
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
-            assert status_of(tcp) == 200
 
 
 def test_a_client_that_sends_nothing_takes_no_thread_of_ours() -> None:
@@ -572,30 +424,12 @@ def test_silent_clients_keep_nobody_waiting(config: waker.Config, crowd: Crowd) 
             assert 0 < sum(map(is_open, silent)) < 64, count
 
 
-def test_an_unlock_survives_a_crowd_and_keeps_nobody_waiting(
-    owner: Client, crowd: Crowd
-) -> None:
-    """Its process is stopped, so that it goes on until it is killed."""
-    head = POST.replace(b"auth", b"unlock") + JSON
-    head += f"Authorization: Bearer {owner.token}\r\n".encode()
-    body = b'{"passphrase": "x"}'
-    request = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
-    with knock(owner, request, "127.9.9.9") as unlocking:
-        child = wait_for_child(os.getpid())
-        os.kill(child, signal.SIGSTOP)  # or it would give up after 5 s
-        assert owner.unlock().status == 409
-        crowd.come(owner, places(1, 400))
-        assert owner.call("GET", "/").status == 200
-        assert is_open(unlocking)
-        assert owner.unlock().status == 409
-        os.kill(child, signal.SIGKILL)
-        assert status_of(unlocking) == 500
-
-
 def test_slow_clients_have_ten_seconds(config: waker.Config, crowd: Crowd) -> None:
-    """For the whole request, and again to take the answer, whatever they drip."""
-    body, threads = POST + b"Content-Length: 900\r\n\r\n", threading.active_count()
-    small = socket.SOL_SOCKET, socket.SO_SNDBUF, 2048
+    """To send something, and again to take an answer that is too long to be kept."""
+    small, threads = (
+        (socket.SOL_SOCKET, socket.SO_SNDBUF, 2048),
+        threading.active_count(),
+    )
     with running(config, options=[NO_DEFERRING, small]) as api:
         began = time.monotonic()
         reader, sipping = (crowd.enter_context(socket.socket()) for _ in range(2))
@@ -603,67 +437,60 @@ def test_slow_clients_have_ten_seconds(config: waker.Config, crowd: Crowd) -> No
             tcp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
             tcp.connect((api.host, api.port))
             tcp.sendall(GET + b"\r\n")  # for the page, of which `reader` takes nothing
-        silent, pausing, *dripping = (
-            crowd.enter_context(knock(api, data)) for data in (b"", GET, GET, body)
+        garbage = b"GET / HTTP/1.1\nHost: x\n\n"
+        silent, talking = (
+            crowd.enter_context(knock(api, data)) for data in (b"", garbage)
         )
 
-        def sip(size: int) -> None:
+        def sip() -> None:
             with suppress(OSError):  # nothing is there, or it has ended
-                sipping.recv(size, socket.MSG_DONTWAIT)
+                sipping.recv(40, socket.MSG_DONTWAIT)
 
-        while not select.select(dripping, [], [], 0.5)[0]:
-            assert time.monotonic() - began < 19
-            sip(400)
-            for tcp in (
-                dripping if time.monotonic() - began > 5 else [*dripping, pausing]
-            ):
-                tcp.send(b"x")
-        assert time.monotonic() - began > 9
-        assert [status_of(tcp) for tcp in (*dripping, pausing)] == [408, 408, 408]
-        # A deadline for each read would give `pausing` five seconds more.
-        assert time.monotonic() - began < 14
         assert silent.recv(1) == b""
+        assert status_of(talking) == 408
+        assert time.monotonic() - began > 9
         # One thread of the daemon is left: the one that listens.
-        wait_for(lambda: sip(40), lambda _: threading.active_count() <= threads + 1)
-        assert time.monotonic() - began < 19
+        wait_for(sip, lambda _: threading.active_count() <= threads + 1)
+        assert 9 < time.monotonic() - began < 19
 
 
-def test_an_error_in_accepting_is_logged_and_survived(
-    config: waker.Config, capfd: pytest.CaptureFixture[str]
-) -> None:
-    class NoMemory(ssl.SSLContext):
-        failures = 0
+def test_an_answer_is_kept_for_a_slow_reader(crowd: Crowd) -> None:
+    """By the kernel: no thread waits meanwhile, and waker may stop."""
+    with daemon(MACHINE) as started, socket.socket() as reader:
+        idle = started.uses()
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        reader.connect((started.client.host, started.client.port))
+        reader.sendall(GET + b"\r\n")
+        assert select.select([reader], [], [], 20)[0]
+        wait_for(lambda: started.uses() == idle, seconds=8)  # it would have 10
+        assert started.stop() == 0
+        reader.settimeout(20)
+        assert status_of(reader) == 200
 
-        def wrap_socket(self, *_: Any, **__: Any) -> ssl.SSLSocket:
+
+class Failing(socket.socket):
+    """A listener that has no memory for its first three clients."""
+
+    failures = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        accepted = super().accept()
+        if self.failures < 3:
             self.failures += 1
+            accepted[0].close()
             raise MemoryError
+        return accepted
 
-    context = NoMemory(ssl.PROTOCOL_TLS_SERVER)
-    app = waker.App(config, new_app(config).unlocker, context)
-    with serving(app) as client:
+
+def test_an_error_in_accepting_is_survived(config: waker.Config) -> None:
+    listener = Failing(fileno=waker.listen(("127.0.0.1", 0)).detach())
+    client = Client(int(listener.getsockname()[1]))
+    with serving_on(listener, config):
         for _ in range(3):
             with pytest.raises(ConnectionError):
                 client.call("GET", "/")
-    assert context.failures == 3
-    logged = capfd.readouterr().err.splitlines()
-    assert len(logged) == 3
-    assert all(line.startswith("bug: MemoryError, ") for line in logged)
-
-
-def test_an_answer_that_is_being_written_is_completed(config: waker.Config) -> None:
-    """Even if waker stops meanwhile."""
-    small = socket.SOL_SOCKET, socket.SO_SNDBUF, 2048
-    with ThreadPoolExecutor() as pool, socket.socket() as reader:
-        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        with running(config, options=[small]) as api:
-            reader.connect((api.host, api.port))
-            reader.sendall(GET + b"\r\n")
-            reader.settimeout(20)
-            start = reader.recv(100)
-            rest = pool.submit(reader.makefile("rb").read)
-        whole = start + rest.result()
-    head, _, body = whole.partition(b"\r\n\r\n")
-    assert f"Content-Length: {len(body)}".encode() in head
+        assert client.call("GET", "/").status == 200
+    assert listener.failures == 3
 
 
 def test_without_a_thread_it_hangs_up_and_goes_on(
@@ -679,23 +506,7 @@ def test_without_a_thread_it_hangs_up_and_goes_on(
     assert all(re.match("bug: (RuntimeError|MemoryError), ", line) for line in logged)
 
 
-# ---- A difficult system -------------------------------------------------------------
-
-
-def test_a_log_that_nobody_reads_stops_nothing() -> None:
-    """Nor does one that cannot be written, because its reader has gone."""
-    with daemon(MACHINE) as started:
-        client, log = started.client, started.process.stderr
-        assert log
-        for _ in range(65536 // waker.MAX_LOG_LINE + 9):
-            assert client.call("GET", f"/{'x' * 9000}").status == 404
-        os.read(log.fileno(), 65536)
-        assert client.call("GET", "/x").status == 404
-        assert os.read(log.fileno(), 65536).endswith(b"GET /x: 404 No such path\n")
-        log.close()
-        client.log_in()
-        started.process.terminate()
-        assert started.process.wait(60) == 0
+# ---- A difficult system --------------------------------------------------------------
 
 
 def test_it_starts_when_no_name_can_be_resolved(tmp_path: Path) -> None:
@@ -754,8 +565,8 @@ def test_the_default_address_works_on_a_box_without_ipv6() -> None:
     [
         ("192.0.2.1", "198.51.100.7", "192.0.2.1"),
         ("10.0.0.1", "", "10.0.0.1"),
-        ("10.0.0.1", "203.0.113.9,198.51.100.7 , 10.9.9.9", "198.51.100.7"),
-        ("10.0.0.1", "10.2.2.2, 10.3.3.3", "10.2.2.2"),
+        ("10.0.0.1", "203.0.113.9,198.51.100.7 , 10.0.0.3", "198.51.100.7"),
+        ("10.0.0.1", "10.0.0.3, 10.0.0.2", "10.0.0.3"),
         ("10.0.0.1", "203.0.113.9, ::ffff:10.0.0.2", "203.0.113.9"),
         ("::1", "2001:DB8::7", "2001:db8::7"),
         ("10.0.0.1", "198.51.100.7, x, 10.0.0.2", "10.0.0.2"),
@@ -779,147 +590,6 @@ def test_the_default_address_works_on_a_box_without_ipv6() -> None:
 def test_the_client_is_the_one_that_the_proxy_saw(
     peer: str, forwarded: str, client: str
 ) -> None:
-    proxies = waker.parse_networks("10.0.0.0/8,::1")
+    proxies = waker.parse_addresses("10.0.0.1, 10.0.0.2,10.0.0.3,::1")
     data = GET + f"X-Forwarded-For: {forwarded}\r\n\r\n".encode()
     assert waker.read_request(data, bytes, peer, proxies).client == client
-
-
-@pytest.mark.parametrize(
-    ("proxies", "limited"),
-    [("127.0.0.0/8", 0), ("192.0.2.0/24", 2)],
-    ids=["trusted", "not trusted"],
-)
-def test_attempts_are_counted_for_the_client_that_the_proxy_saw(
-    config: waker.Config, proxies: str, limited: int
-) -> None:
-    with running(config._replace(proxies=waker.parse_networks(proxies))) as api:
-        fields = [{"X-Forwarded-For": f"192.0.2.{n}"} for n in range(12)]
-        statuses = [api.attempt(PIN, field).status for field in fields]
-    assert statuses == [200] * (12 - limited) + [429] * limited
-
-
-# ---- HTTPS ---------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
-    return new_certificate(tmp_path_factory.mktemp("certificate"))
-
-
-def test_tls_is_1_2_or_later_without_ffdhe_and_cbc(certificate: Certificate) -> None:
-    """One hello for the group ffdhe8192 would cost 100 ms of CPU."""
-    with daemon(MACHINE | certificate.settings()) as started:
-        command = [need("openssl"), "s_client", "-connect"]
-        command += [f"{started.client.host}:{started.client.port}"]
-        for options, status in (
-            ("-tls1_1 -cipher ALL:@SECLEVEL=0", 1),
-            ("-groups ffdhe8192", 1),
-            ("-groups ffdhe8192:X25519:P-256", 0),
-            ("-tls1_2 -cipher ECDHE-ECDSA-AES128-GCM-SHA256", 0),
-            ("-tls1_2 -cipher ECDHE-ECDSA-AES128-SHA256", 1),
-        ):
-            ended = subprocess.run(
-                [*command, *options.split()],
-                input=b"Q",
-                capture_output=True,
-                check=False,
-            )
-            assert ended.returncode == status, options
-
-
-def test_half_a_handshake_keeps_nobody_waiting(certificate: Certificate) -> None:
-    """Whoever completes one gets the answer, and a farewell."""
-    context = ssl.create_default_context(cafile=str(certificate.cert))
-    with daemon(MACHINE | certificate.settings()) as started:
-        idle, client = started.uses(), started.client
-        with Crowd() as crowd:
-            for data in (b"", HELLO, HELLO[:3], b"GET / HTTP/1.1\r\n\r\n"):
-                crowd.come(client, places(0, 20), data)
-            with context.wrap_socket(
-                knock(client, b""),
-                server_hostname=client.host,
-                suppress_ragged_eofs=False,
-            ) as tls:
-                tls.sendall(GET + b"\r\n")
-                assert status_of(tls) == 200
-        wait_for(lambda: started.uses() == idle)
-        assert started.busy(1) < 0.05
-
-
-def test_over_tls_an_answer_may_be_taken_slowly(
-    config: waker.Config, certificate: Certificate
-) -> None:
-    """The page is longer than what the system keeps for a reader."""
-    config = config._replace(tls_cert=certificate.cert, tls_key=certificate.key)
-    app = waker.App(config, new_app(config).unlocker, waker.make_tls(config))
-    context = ssl.create_default_context(cafile=str(certificate.cert))
-    small = socket.SOL_SOCKET, socket.SO_SNDBUF, 2048
-    with serving(app, options=[small]) as client, socket.socket() as tcp:
-        tcp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        tcp.settimeout(20)
-        tcp.connect((client.host, client.port))
-        with context.wrap_socket(tcp, server_hostname=client.host) as tls:
-            tls.sendall(GET + b"\r\n")
-            assert status_of(tls) == 200
-
-
-def test_connections_that_are_reset_keep_nobody_waiting(
-    certificate: Certificate,
-) -> None:
-    """Before they are accepted, after a byte of a TLS handshake."""
-    context = ssl.create_default_context(cafile=str(certificate.cert))
-    with daemon(MACHINE | certificate.settings()) as started:
-        client = started.client
-        for _ in range(200):
-            with knock(client, b"\x16") as tcp:
-                linger = struct.pack("ii", 1, 0)  # so that closing it resets it
-                tcp.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        began = time.monotonic()
-        with context.wrap_socket(
-            knock(client, b""), server_hostname=client.host
-        ) as tls:
-            tls.sendall(GET + b"\r\n")
-            assert status_of(tls) == 200
-        assert time.monotonic() - began < 8  # a pause of 50 ms for each would be 10 s
-
-
-MISSING = "KEY /nowhere is missing; correct the path, or make certificate and key"
-
-
-@pytest.mark.parametrize(
-    ("key", "words"),
-    [
-        ("/nowhere", MISSING),
-        ("{certificate}", "must be an Ed25519, ECDSA or RSA private key"),
-        ("{locked}", "both PEM, not encrypted"),
-    ],
-    ids=["missing", "certificate", "encrypted"],
-)
-def test_a_wrong_tls_key_is_refused(
-    certificate: Certificate, tmp_path: Path, key: str, words: str
-) -> None:
-    locked = new_certificate(tmp_path, passphrase=b"x").key
-    files = certificate.settings()
-    files["WAKER_TLS_KEY"] = key.format(certificate=certificate.cert, locked=locked)
-    settings = MACHINE | {"WAKER_PIN": PIN} | files
-    with pytest.raises(waker.ConfigError, match=f"^WAKER_TLS_.*{words}"):
-        waker.make_tls(waker.read_config(settings, tmp_path))
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"GET / HTTP/1.1\nHost: x\n\n",
-        b"GET / HTTP/1.1\r\nHost: x\r\n\n",
-        b"GET /\r\n",
-        b"SSH-2.0-x\r\n",
-    ],
-    ids=["bare LF", "bare LF at the end", "HTTP 0.9", "SSH"],
-)
-def test_bytes_that_cannot_become_a_request_are_refused_at_once(
-    api: Client, data: bytes
-) -> None:
-    """Their client keeps waiting, and would keep a thread waiting."""
-    began = time.monotonic()
-    assert api.raw(data)[0] == 400
-    assert time.monotonic() - began < 9  # a request has 10 s

@@ -5,37 +5,29 @@ The scripts in `initrds` simulate the rest: disks that can and cannot be unlocke
 """
 
 import contextlib
+import json
 import os
 import re
 import signal
 import subprocess
 import termios
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import (
-    CHECKOUT,
-    MAC,
-    need,
-    new_app,
-    wait_for,
-    wait_for_starts,
-)
+from conftest import CHECKOUT, need, wait_for
 from cryptroot_unlock import Disks
 from ssh_servers import (
     ODD_PASSPHRASE,
     SHORT_UNLOCK,
-    free_port,
+    Settings,
     prepare_sshd,
     process,
     unlock,
 )
-
-import waker
+from test_unlock import about_to_send
 
 SCRIPT = CHECKOUT / "docs/dracut/46initrd-ssh/cryptroot-unlock"
 INITRDS = Path(__file__).with_name("initrds")
@@ -47,16 +39,15 @@ BOTH = {"root": "x", "home": "x"}
 UNLOCKED = "unlocked: Unlocked: "
 WRONG = "wrong_passphrase: Wrong passphrase for disk "
 CAREFUL = r".*\. Be careful: after another wrong passphrase, systemd may give up"
-GAVE_UP = (
-    "gave_up: the server stopped asking for the passphrase and must be restarted."
-    " The passph"
-)
+RESTART = "gave_up: the server stopped asking and must be restarted. The passphrase was"
+GIVES_UP = f"{RESTART} sent"
+GAVE_UP = f"{RESTART} not sent"
 UNCONFIRMED = (
     "not_confirmed: Not confirmed: the passphrase was sent, but the initrd did"
 )
-IDLE = "not_asked: no disk is asking yet"
-OPEN = "already_open: no passphrase is needed: all disks seem to be open"
-UP = "up: no passphrase is needed: the system is already up"
+IDLE = "not_asked: the initrd is not ready yet"
+OPEN = "already_open: all disks seem to be open"
+UP = "up: the system is already up"
 MISSING = "error: the initrd reports: {} is missing from the initrd. The passphrase was"
 OLD = "error: the initrd's unlock script is waker 2's.* The passphrase was not sent"
 # The disk's own process may ask for a TPM's PIN.
@@ -93,7 +84,7 @@ def systemd(  # noqa: PLR0913 - most tests want one or two of them
     until: str = "",
     options: str = "",
     command: str = f"dash {SCRIPT}",
-) -> Iterator[waker.Machine]:
+) -> Iterator[Settings]:
     """Run OpenSSH in a simulated systemd initrd, which crypttab's `options` apply to.
 
     Run `setup` before its disks ask. All ask at once, or all but the first a second
@@ -134,7 +125,7 @@ def systemd(  # noqa: PLR0913 - most tests want one or two of them
     ]
     needs = ("--pid", "--fork", "--kill-child", "--mount-proc")
     with process(initrd.port, "\n".join(lines), *needs):
-        yield initrd.machine()._replace(system_port=free_port())
+        yield initrd.settings()
 
 
 @pytest.mark.parametrize(
@@ -160,10 +151,10 @@ def systemd(  # noqa: PLR0913 - most tests want one or two of them
             ["home y", "root y"],
         ),
         (
-            *(ROOT, {}, {"1": f"{WRONG}root{CAREFUL}", "2": WRONG, "3": GAVE_UP}),
+            *(ROOT, {}, {"1": f"{WRONG}root{CAREFUL}", "2": WRONG, "3": GIVES_UP}),
             ["root 1", "root 2", "root 3"],
         ),
-        (ROOT, {"options": ",tries=1"}, {"1": GAVE_UP, "x": GAVE_UP}, ["root 1"]),
+        (ROOT, {"options": ",tries=1"}, {"1": GIVES_UP, "x": GAVE_UP}, ["root 1"]),
         (
             *(ROOT, {"options": ",tries=0"}),
             {"1": rf"{WRONG}root\.$", "2": WRONG, "3": WRONG, "x": UNLOCKED},
@@ -224,9 +215,9 @@ def test_each_outcome_of_a_systemd_initrd_is_reported(
     tmp_path: Path, case: Any
 ) -> None:
     keys, options, expected, tried = case
-    with systemd(tmp_path, keys, **options) as machine:
+    with systemd(tmp_path, keys, **options) as settings:
         for passphrase, pattern in expected.items():
-            message = unlock(machine, passphrase)
+            message = unlock(settings, passphrase)
             assert re.match(pattern, message), (passphrase, message)
         lines = (tmp_path / "tried").read_text().splitlines()
         assert tried in (None, lines)
@@ -242,25 +233,12 @@ def test_the_script_needs_no_particular_shell(tmp_path: Path, shell: str) -> Non
     (tmp_path / "bashrc").write_text("enable -n printf")
     keys = {"Дом-1": ODD_PASSPHRASE, "data": "y"}
     command = f"{shell.format(tmp_path / 'bashrc')} {SCRIPT}"
-    with systemd(tmp_path, keys, then=VANISHING, command=command) as machine:
-        message = unlock(machine, "wrong")
+    with systemd(tmp_path, keys, then=VANISHING, command=command) as settings:
+        message = unlock(settings, "wrong")
         assert re.match(f"{WRONG}Дом-1{CAREFUL}", message)
-        message = unlock(machine, ODD_PASSPHRASE)
+        message = unlock(settings, ODD_PASSPHRASE)
         assert re.match(f"{WRONG}data; unlocked: Дом-1{CAREFUL}", message)
-        assert unlock(machine, "y") == f"{UNLOCKED}data."
-
-
-def test_a_start_of_a_booted_system_is_done(tmp_path: Path) -> None:
-    """Its OpenSSH still answers at the initrd's port, and its own port is closed."""
-    with systemd(tmp_path, ROOT, "rm /etc/initrd-release") as machine:
-        settings = MAC | {"WAKER_PIN": "24681012"} | machine.settings()
-        starter = new_app(waker.read_config(settings, tmp_path)).starter
-        starter.begin(waker.Passphrase("x"), time.monotonic())
-        wait_for_starts()
-        ports = waker.check_ports(machine)
-    start: Any = starter.members(time.monotonic(), ports)
-    assert start["phase"] == "done"
-    assert "{outcome}: {message}".format(**start).startswith(UP)
+        assert unlock(settings, "y") == f"{UNLOCKED}data."
 
 
 @pytest.mark.parametrize("event", ["console", "silent"])
@@ -272,18 +250,15 @@ def test_a_disk_is_not_called_unlocked_without_its_word(
         "(until [ -e FOLDER/console ]; do sleep 0.1; done;"
         " echo x | systemd-tty-ask-password-agent --query) &"
     )
-    with systemd(tmp_path, ROOT, console) as machine:
+    with systemd(tmp_path, ROOT, console) as settings:
         opened = (tmp_path / "opened/root").exists
 
-        def before_sending() -> None:
+        with about_to_send(settings, "x", SHORT_UNLOCK) as child:
             (tmp_path / event).touch()
             if event == "console":
                 wait_for(opened)
-
-        deadline = time.monotonic() + SHORT_UNLOCK
-        passphrase = waker.Passphrase("x")
-        result = waker.unlock(machine, passphrase, deadline, before_sending)
-        assert f"{result.outcome}: {result.message}".startswith(UNCONFIRMED)
+            result = json.loads(child.finish()[0].splitlines()[-1])
+        assert "{outcome}: {message}".format(**result).startswith(UNCONFIRMED)
         assert (tmp_path / "tried").read_text() == "root x\n"
         wait_for(opened)
 
@@ -308,45 +283,47 @@ OURS = f"disk{os.getpid()}"  # no other test has a disk of this name
 
 def test_a_prompt_that_lingers_is_no_second_one(tmp_path: Path) -> None:
     """On a busy server, systemd may take a while to read the answer."""
+    with systemd(tmp_path, {OURS: "x"}) as settings:
+        with about_to_send(settings, "x") as child:
+            process = int(process_with(f"--id=cryptsetup:/dev/{OURS}").name)
+            os.kill(process, signal.SIGSTOP)
+            threading.Timer(1, os.kill, (process, signal.SIGCONT)).start()
+            result = json.loads(child.finish()[0].splitlines()[-1])
+        assert result["outcome"] == "unlocked"
 
-    def slow_down() -> None:
-        process = int(process_with(f"--id=cryptsetup:/dev/{OURS}").name)
-        os.kill(process, signal.SIGSTOP)
-        threading.Timer(1, os.kill, (process, signal.SIGCONT)).start()
 
-    with systemd(tmp_path, {OURS: "x"}) as machine:
-        deadline = time.monotonic() + 60
-        result = waker.unlock(machine, waker.Passphrase("x"), deadline, slow_down)
-        assert result.outcome == "unlocked"
+def ssh(folder: Path, settings: Settings) -> list[str]:
+    """Return a command that runs OpenSSH's client."""
+    port = settings["WAKER_INITRD_SSH_PORT"]
+    known = folder / "known_hosts"
+    known.write_text(f"[127.0.0.1]:{port} {settings['WAKER_SSH_HOST_KEY']}\n")
+    options = ["-F", "none", "-p", port, "-i", settings["WAKER_SSH_KEY"]]
+    return [need("ssh"), *options, f"-oUserKnownHostsFile={known}", "root@127.0.0.1"]
 
 
 def test_an_end_of_input_is_not_an_answer(tmp_path: Path) -> None:
     """To systemd it would be an empty passphrase, and use up a try."""
-    with systemd(tmp_path, ROOT) as machine:
-        with contextlib.closing(waker.open_transport(machine)) as transport:
-            waker.exchange_keys(transport, machine)
-            waker.log_in(transport, machine)
-            command = waker.Command(transport)
-            until = time.monotonic() + 60
-            assert command.next_event(until) == (waker.Outcome.ASKS, "root")
-            command._channel.shutdown_write()  # noqa: SLF001
-            assert command.next_event(until) == (waker.Outcome.ENDED, "")
+    with systemd(tmp_path, ROOT) as settings:
+        ended = subprocess.run(
+            [*ssh(tmp_path, settings), "cryptroot-unlock"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        assert ended.stdout.startswith("Please unlock disk root")
+        assert ended.returncode not in (0, 255)
         assert (tmp_path / "tried").read_text() == ""
 
 
 def test_a_person_at_a_terminal_types_unseen(tmp_path: Path) -> None:
-    with systemd(tmp_path, {OURS: "x"}, options=",tries=0") as machine:
-        known = tmp_path / "known_hosts"
-        (key,) = machine.host_keys
-        known.write_text(f"[127.0.0.1]:{machine.initrd_port} {key}\n")
-        ssh = [need("ssh"), "-F", "none", "-tt", "-i", str(machine.key)]
-        ssh += ["-p", str(machine.initrd_port), f"-oUserKnownHostsFile={known}"]
+    with systemd(tmp_path, {OURS: "x"}, options=",tries=0") as settings:
         for typed, said in (
             ("secret", "cryptsetup: cryptsetup failed, bad password or options?"),
             ("x", f"cryptsetup: {OURS} set up successfully"),
         ):
             with subprocess.Popen(
-                [*ssh, "root@127.0.0.1"],
+                [*ssh(tmp_path, settings), "-tt"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -60,7 +60,7 @@ def test_the_quick_start_settings_are_valid(lab: Homelab) -> None:
     assert named == ["WAKER_SSH_HOST_KEY", "WAKER_PIN"]
     right = lines.replace("ssh-ed25519 AAAA…", lab.host_key)
     file.write_text(right.replace("WAKER_PIN=…", f"WAKER_PIN={PIN}"))
-    assert waker.read_config(waker.read_env_file(file), file.parent).machine.host_keys
+    assert waker.read_config(waker.read_env_file(file), file.parent).host_keys
 
 
 def test_the_messages_they_explain_are_in_the_program() -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import no_threads, wait_for
+from conftest import wait_for
 from homelab import DROPBEAR, OPENSSH, bind
 from namespaces import Home, home, ip
 from ssh_servers import free_port, tcp_server
@@ -51,27 +51,24 @@ def test_the_state_follows_from_two_ports(
     }
 
 
+def one_port(config: waker.Config, port: int) -> waker.Config:
+    return config._replace(initrd_port=port, system_port=port)
+
+
 @pytest.mark.parametrize(
     ("banner", "expected"),
     [
         (f"{DROPBEAR}\r\nkey exchange of OpenSSH", LOCKED),
         (f"{OPENSSH}\r\nkey exchange of dropbear", waker.PortStates(CLOSED, OPEN)),
-        ("", waker.PortStates(CLOSED, CLOSED)),  # reachable, and SSH is not up yet
     ],
-    ids=["dropbear", "OpenSSH", "no banner"],
+    ids=["dropbear", "OpenSSH"],
 )
 def test_a_shared_port_is_identified_by_its_ssh_banner(
     config: waker.Config, banner: str, expected: waker.PortStates
 ) -> None:
-    with bind("127.0.0.1", 0) as listener, ThreadPoolExecutor() as pool:
-        port = int(listener.getsockname()[1])
-        machine = config.machine._replace(initrd_port=port, system_port=port)
-        assert waker.check_ports(machine) == waker.PortStates(CLOSED, CLOSED)
-        listener.listen()
-        checking = pool.submit(waker.check_ports, machine)
-        with listener.accept()[0] as tcp:
-            tcp.sendall(banner.encode())
-            assert checking.result() == expected
+    """And by nothing that follows it."""
+    with tcp_server(lambda tcp: tcp.sendall(banner.encode())) as port:
+        assert waker.check_ports(one_port(config, port)) == expected
 
 
 def test_a_banner_that_drips_does_not_delay_a_check(config: waker.Config) -> None:
@@ -81,33 +78,31 @@ def test_a_banner_that_drips_does_not_delay_a_check(config: waker.Config) -> Non
                 time.sleep(0.2)
 
     with tcp_server(drip) as port:
-        machine = config.machine._replace(initrd_port=port, system_port=port)
         began = time.monotonic()
-        waker.check_ports(machine)
+        waker.check_ports(one_port(config, port))
         assert time.monotonic() < began + 10  # of the 51 s that 255 bytes take
 
 
-def test_a_banner_may_come_in_parts(config: waker.Config) -> None:
+def test_half_a_banner_is_none(config: waker.Config) -> None:
+    """Or a locked machine could be taken for one that is up."""
+
     def pause(tcp: socket.socket) -> None:
-        with tcp, contextlib.suppress(OSError):  # a hang-up: the first part was late
+        with tcp, contextlib.suppress(OSError):
             tcp.sendall(DROPBEAR[:8].encode())
-            time.sleep(0.3)
-            tcp.sendall(f"{DROPBEAR[8:]}\r\n".encode())
             tcp.recv(1)  # until waker hangs up
 
     with tcp_server(pause) as port:
-        machine = config.machine._replace(initrd_port=port, system_port=port)
-        # On a busy computer, the second part may come too late.
-        assert any(waker.check_ports(machine) == LOCKED for _ in range(5))
+        shared = one_port(config, port)
+        assert waker.check_ports(shared) == waker.PortStates(CLOSED, CLOSED)
 
 
 def test_a_port_that_hangs_up_does_not_hold_up_a_check(config: waker.Config) -> None:
     """An SSH server that has too many clients hangs up before its banner."""
     seen = []
     with tcp_server(socket.socket.close) as port:
-        machine = config.machine._replace(initrd_port=port, system_port=port)
+        shared = one_port(config, port)
         checking = threading.Thread(
-            target=lambda: seen.append(waker.check_ports(machine)), daemon=True
+            target=lambda: seen.append(waker.check_ports(shared)), daemon=True
         )
         checking.start()
         checking.join(30)
@@ -129,11 +124,11 @@ def test_silence_is_off_and_a_failed_check_unknown_within_a_second(
     home: Home, config: waker.Config, change: str, expected: waker.PortStates
 ) -> None:
     router = home[0]
-    machine = config.machine._replace(host="192.168.77.20")
-    shared = machine._replace(system_port=machine.initrd_port)
+    machine = config._replace(host="192.168.77.20")
+    shared = one_port(machine, 22)
     ip(f"-n {router.name} {change}")
 
-    def is_in_time(machine: waker.Machine) -> bool:
+    def is_in_time(machine: waker.Config) -> bool:
         began = time.monotonic()
         # A new thread inherits the network namespace of the thread that starts it.
         assert router.run(lambda: waker.check_ports(machine)) == expected
@@ -183,15 +178,8 @@ def test_a_machine_may_have_an_ipv6_address(config: waker.Config) -> None:
             ports.append(int(tcp.getsockname()[1]))
         tcp.listen()
         closed, opened = ports
-        machine = config.machine._replace(
-            host="::1", initrd_port=opened, system_port=closed
-        )
+        machine = config._replace(host="::1", initrd_port=opened, system_port=closed)
         assert waker.check_ports(machine) == LOCKED
-
-
-def test_a_check_that_gets_no_thread_reports_unknown(config: waker.Config) -> None:
-    with no_threads():
-        assert waker.check_ports(config.machine) == NOTHING
 
 
 def test_ports_are_probed_at_most_once_a_second(config: waker.Config) -> None:
@@ -199,8 +187,8 @@ def test_ports_are_probed_at_most_once_a_second(config: waker.Config) -> None:
     with bind("127.0.0.1", 0) as port, ThreadPoolExecutor(20) as pool:
         port.listen(99)
         number = int(port.getsockname()[1])
-        machine = config.machine._replace(initrd_port=number, system_port=free_port())
-        watcher = waker.Watcher(machine)
+        two_ports = config._replace(initrd_port=number, system_port=free_port())
+        watcher = waker.Watcher(two_ports)
         checks = pool.map(watcher.check, [100 + n / 100 for n in range(20)])
         assert set(checks) == {LOCKED}
         assert watcher.check(100.6) == LOCKED
@@ -220,8 +208,7 @@ def test_simultaneous_requests_share_one_check(config: waker.Config) -> None:
     with bind("127.0.0.1", 0) as port, ThreadPoolExecutor(5) as pool:
         port.listen(9)
         number = int(port.getsockname()[1])
-        machine = config.machine._replace(initrd_port=number, system_port=number)
-        seen = pool.map(waker.Watcher(machine).check, [100] * 5)
+        seen = pool.map(waker.Watcher(one_port(config, number)).check, [100] * 5)
         assert set(seen) == {waker.PortStates(CLOSED, CLOSED)}
         port.setblocking(False)
         port.accept()[0].close()
