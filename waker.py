@@ -269,33 +269,30 @@ OLD_SCRIPT_FIX: Final = (
 class Event(enum.Enum):
     """What the initrd says, or why it says no more.
 
-    A pattern to search each line of output for, and what a match means for an unlock.
-    The first match wins. A group names the disk, or an error. Source:
-    cryptsetup-initramfs 2.6.1 to 2.8.8; the lines with COMMAND are ours.
+    A pattern to search each line of output for; the first match wins. A group names the
+    disk, or an error. Then, how the event ends an unlock that has sent nothing yet.
+    Source: cryptsetup-initramfs 2.6.1 to 2.8.8; the lines with COMMAND are ours.
     """
 
-    # Verdicts: they count only after the passphrase was sent.
-    OPENED = rf"cryptsetup: {DISK} set up successfully", Outcome.UNLOCKED, ""
-    REJECTED = (
-        "bad password or options|maximum number of tries",
-        Outcome.WRONG_PASSPHRASE,
-        "",
-    )
-    WARNED = f"^{COMMAND}: systemd may give", Outcome.WRONG_PASSPHRASE, MAY_GIVE_UP
-    GAVE_UP = f"^{COMMAND}: gave up on ", Outcome.GAVE_UP, ""
-    # The others count only before.
-    ASKS = rf"Please unlock disk {DISK}", Outcome.NOT_CONFIRMED, ""
-    ALL_OPEN = f"^{COMMAND}: every disk is open$", Outcome.ALREADY_OPEN, ""
-    BOOTED = f"^{COMMAND}: the system has booted$", Outcome.UP, ""
+    ASKS = rf"Please unlock disk {DISK}"
+    # Before it asks, these follow what somebody else typed, and end nothing.
+    OPENED = rf"cryptsetup: {DISK} set up successfully"
+    REJECTED = "bad password or options|maximum number of tries"
+    WARNED = f"^{COMMAND}: systemd may give up after another wrong"
+    GAVE_UP = f"^{COMMAND}: gave up on ", Outcome.GAVE_UP
+    ALL_OPEN = f"^{COMMAND}: every disk is open$", Outcome.ALREADY_OPEN
+    BOOTED = f"^{COMMAND}: the system has booted$", Outcome.UP
     TOO_EARLY = "waiting for askpass|Try again later", Outcome.NOT_ASKED, NOT_READY
     REPORTED = f"^{COMMAND}: (.+)", Outcome.ERROR, "the initrd reports: "
     OLD_SCRIPT = "^waker:", Outcome.ERROR, OLD_SCRIPT_FIX
-    # A command that ends, or does not:
+    # Why there is no more output:
     ENDED = NEVER, Outcome.NOT_ASKED, NO_PROMPT
     LOST = NEVER, Outcome.NOT_ASKED, "the connection was lost before a disk asked"
     NO_COMMAND = NEVER, Outcome.ERROR, "no unlock command can run: see docs/initrds.md"
 
-    def __init__(self, pattern: str, outcome: Outcome, words: str) -> None:
+    def __init__(
+        self, pattern: str, outcome: Outcome = Outcome.ERROR, words: str = ""
+    ) -> None:
         self.pattern = pattern
         self.outcome = outcome
         self.words = words
@@ -460,9 +457,10 @@ class Watcher:
 
 
 # ---- Unlocking -----------------------------------------------------------------------
-# `waker.py unlock` unlocks one machine once and exits, which frees its memory. Even a
-# verified server may lie: trust as little of its output as possible, and report only
-# disk names.
+# `waker.py unlock` unlocks one machine once and exits, which frees its memory. Until it
+# is about to send the passphrase, SIGTERM ends it; after that, only the verdict or its
+# deadline does. Even a verified server may lie: trust as little of its output as
+# possible, and report only disk names.
 
 CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
 LOST_SECONDS: Final = 10  # without acknowledgement, before the connection is lost
@@ -700,7 +698,7 @@ class Session:
             channel.shutdown_write()
         for event, named in read_events(channel, self._deadline):
             if event is Event.WARNED:
-                self._hint = event.words
+                self._hint = MAY_GIVE_UP
             elif event is not Event.OPENED or named == disk:
                 break
         return event
@@ -713,11 +711,11 @@ class Session:
         if event is Event.LOST:
             words = "the connection was lost before the initrd confirmed it"
         if event is Event.REJECTED:
-            outcome, words = event.outcome, self._show(disk)
+            outcome, words = Outcome.WRONG_PASSPHRASE, self._show(disk)
         if event is Event.GAVE_UP:
             words = f"the initrd gave up on disk {self._show(disk)}"
             if not self._opened:  # or else the server may boot without this disk
-                outcome, words = event.outcome, event.words
+                outcome, words = Outcome.GAVE_UP, ""
         if self._opened:
             words += f"; unlocked: {self._list_opened()}"
         result = Result(outcome, words, sent=True)
