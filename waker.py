@@ -464,7 +464,7 @@ class Watcher:
 
 CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
 LOST_SECONDS: Final = 10  # without acknowledgement, before the connection is lost
-PROMPT_SECONDS: Final = 60  # for the first prompt: an emulated machine took 30
+PROMPT_SECONDS: Final = 50  # for the first prompt: an emulated machine took 30
 NEXT_PROMPT_SECONDS: Final = 15  # for the next disk
 END_SECONDS: Final = 3  # for a command to end after its verdict
 UNLOCK_SECONDS: Final = 90  # room for a slow key derivation on a slow machine
@@ -993,7 +993,7 @@ def read_config(
 
 PACKET_SECONDS: Final = 10  # between magic packets, while no port is open
 RETRY_SECONDS: Final = 5  # between tries to unlock, while no disk asks
-READY_SECONDS: Final = 120  # for a disk to ask, once the initrd is reached
+READY_SECONDS: Final = 120  # for a disk to ask, once the initrd is reached: two tries
 DOUBT_SECONDS: Final = 45  # before the message says that the initrd still runs
 START_SECONDS: Final = 600  # for the initrd to come up, and then for the system
 SHOWN_SECONDS: Final = 3600  # how long the status shows a finished start

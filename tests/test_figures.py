@@ -19,7 +19,7 @@ import waker
         ("UNLOCK_SECONDS", 90),
         ("PROBE_SECONDS", 0.4),
         ("LOST_SECONDS", 10),
-        ("PROMPT_SECONDS", 60),
+        ("PROMPT_SECONDS", 50),
         ("NEXT_PROMPT_SECONDS", 15),
         ("MAX_DISKS", 16),
         ("SHOWN_SECONDS", 3600),
