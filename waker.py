@@ -279,6 +279,7 @@ class Event(enum.Enum):
     OPENED = rf"cryptsetup: {DISK} set up successfully"
     REJECTED = "bad password or options|maximum number of tries"
     WARNED = f"^{COMMAND}: systemd may give up after another wrong"
+    # These end it:
     GAVE_UP = f"^{COMMAND}: gave up on ", Outcome.GAVE_UP
     ALL_OPEN = f"^{COMMAND}: every disk is open$", Outcome.ALREADY_OPEN
     BOOTED = f"^{COMMAND}: the system has booted$", Outcome.UP
@@ -676,15 +677,13 @@ class Session:
         raise Result(event.outcome, event.words + self._show(named))
 
     def _answer(self, channel: "Channel", disk: str) -> Event:
-        """Send the passphrase and return the verdict. Raises: Result if unsent.
+        """Send the passphrase and return the verdict.
 
-        Ignore earlier output, and success messages for other disks.
+        Ignore earlier output, and success messages for other disks. Raises:
+        BrokenPipeError if nobody reads the report; then nothing is sent.
         """
         set_ending_signals(signal.SIG_IGN)  # from now on, only the verdict ends it
-        try:
-            print(SENT_REPORT, flush=True)
-        except OSError:  # the daemon has ended
-            raise Result(Outcome.CANCELLED) from None
+        print(SENT_REPORT, flush=True)
         try:
             if channel.recv_ready():
                 channel.recv(1 << 30)
