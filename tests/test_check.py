@@ -99,6 +99,26 @@ def test_a_broken_paramiko_is_wrong(tmp_path: Path, module: str, reason: str) ->
     assert json.loads(ended.stdout)["message"] == message
 
 
+@pytest.mark.parametrize(
+    ("tool", "remedy"),
+    [
+        ("apt", "apt install python3-paramiko"),
+        ("opkg", "opkg install python3-paramiko"),
+        ("apk", "apk add python3-paramiko python3-six"),
+        ("another", "pip install paramiko"),
+    ],
+)
+def test_the_systems_own_command_installs_paramiko(
+    tmp_path: Path, tool: str, remedy: str
+) -> None:
+    (tmp_path / tool).touch(0o755)
+    (tmp_path / "paramiko.py").write_text("import no_such_six")
+    settings = BASE | {"PATH": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    assert (
+        f"install it with: {remedy} (" in run_waker("check", settings=settings).stdout
+    )
+
+
 @pytest.mark.parametrize("mode", [0o602, 0o604], ids=["writable", "readable"])
 def test_settings_that_are_open_to_others_are_wrong(
     lab: Homelab, tmp_path: Path, mode: int

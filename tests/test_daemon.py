@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 import venv
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -292,24 +293,40 @@ def read_proc(pid: int, name: str) -> str:
     return Path(f"/proc/{pid}/{name}").read_text()
 
 
+def begin_unlock(client: Client) -> socket.socket:
+    """Ask for an unlock, and leave it to the caller to read the answer."""
+    body = json.dumps({"passphrase": PASSPHRASE}).encode()
+    head = f"POST /api/unlock HTTP/1.1\r\nAuthorization: Bearer {client.token}\r\n"
+    head += "Content-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+    tcp = socket.create_connection((client.host, client.port))
+    tcp.sendall(head.encode() + body)
+    return tcp
+
+
 def test_sigterm_lets_an_unlock_finish_whose_client_has_gone(tmp_path: Path) -> None:
     """A phone that loses its network while it waits resets the connection."""
-    body = json.dumps({"passphrase": PASSPHRASE}).encode()
     with paramiko_server(tmp_path, Disks(ONE, slow=2)) as initrd:
         with daemon(initrd.settings() | MAC) as started:
-            client = started.client.log_in()
-            head = (
-                f"POST /api/unlock HTTP/1.1\r\nAuthorization: Bearer {client.token}\r\n"
-            )
-            head += "Content-Type: application/json\r\n"
-            head += f"Content-Length: {len(body)}\r\n\r\n"
-            with socket.create_connection((client.host, client.port)) as tcp:
-                tcp.sendall(head.encode() + body)
+            with begin_unlock(started.client.log_in()) as tcp:
                 wait_for(lambda: initrd.received() == [RIGHT])
                 linger = struct.pack("ii", 1, 0)  # so that closing it resets it
                 tcp.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             assert started.stop() == 0
     assert started.log[-2:] == ["stopping", "ip=127.0.0.1 Unlocked: d."]
+
+
+def test_after_sigterm_nobody_waits_for_clients_to_close(tmp_path: Path) -> None:
+    """Usually, a client has two seconds to do so after its answer."""
+    with paramiko_server(tmp_path, Disks(ONE, slow=2)) as initrd:
+        with daemon(initrd.settings() | MAC) as started:
+            with begin_unlock(started.client.log_in()) as tcp:
+                wait_for(lambda: initrd.received() == [RIGHT])
+                started.process.terminate()
+                assert tcp.recv(9).startswith(b"HTTP/1.1")
+                answered = time.monotonic()
+                assert started.process.wait(60) == 0
+                assert time.monotonic() - answered < 1.8
 
 
 @pytest.mark.parametrize(

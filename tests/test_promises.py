@@ -45,6 +45,7 @@ from conftest import (
     need_root,
     run_waker,
     shortened,
+    stepping_clock,
     wait_for,
     wait_for_child,
 )
@@ -1710,32 +1711,10 @@ def test_an_unlock_of_a_system_that_is_up_is_a_success(machine: Machine) -> None
     assert "not sent" in answer.json["message"]
 
 
-# The wall clock, an hour ahead as soon as the file that STEPPED names exists.
-CLOCK = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdlib.h>
-#include <time.h>
-#include <unistd.h>
-
-int clock_gettime(clockid_t id, struct timespec *now)
-{
-    int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
-    int result = real(id, now);
-    if (id == CLOCK_REALTIME && access(getenv("STEPPED"), F_OK) == 0)
-        now->tv_sec += 3600;
-    return result;
-}
-"""
-
-
 def test_a_step_of_the_clock_discards_no_verdict(machine: Machine) -> None:
     """A box without a clock of its own sets it when it reaches a time server."""
-    library, stepped = machine.folder / "clock.so", machine.folder / "stepped"
-    compile_clock = [need("gcc"), "-shared", "-fPIC", "-o", str(library), "-xc", "-"]
-    subprocess.run(compile_clock, input=CLOCK, text=True, check=True)
+    clock, stepped = stepping_clock(machine.folder)
     machine.ask(SLOWLY.replace("sleep 1", "sleep 1; echo >stepped; sleep 0.5"))
-    clock = {"LD_PRELOAD": str(library), "STEPPED": str(stepped)}
     ended = run_waker("unlock", settings=machine.settings() | clock, given=PASSPHRASE)
     assert stepped.exists()
     assert json.loads(ended.stdout.splitlines()[-1])["outcome"] == "unlocked"

@@ -19,7 +19,15 @@ from pathlib import Path
 
 import paramiko
 import pytest
-from conftest import CHECKOUT, MODULE, PASSPHRASE, environment, need, wait_for
+from conftest import (
+    CHECKOUT,
+    MODULE,
+    PASSPHRASE,
+    environment,
+    need,
+    stepping_clock,
+    wait_for,
+)
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -43,7 +51,6 @@ from ssh_servers import (
     tcp_server,
     unlock,
 )
-from test_promises import CLOCK
 
 import waker
 
@@ -389,9 +396,7 @@ def test_a_misbehaving_server_is_not_sent_the_passphrase(
 @pytest.mark.parametrize("moment", ["keys", "login", "channel", "exec"])
 def test_a_step_of_the_clock_ends_no_wait(tmp_path: Path, moment: str) -> None:
     """A box without a clock of its own sets it when it reaches a time server."""
-    library, stepped = tmp_path / "clock.so", tmp_path / "stepped"
-    compile_clock = [need("gcc"), "-shared", "-fPIC", "-o", str(library), "-xc", "-"]
-    subprocess.run(compile_clock, input=CLOCK, text=True, check=True)
+    clock, stepped = stepping_clock(tmp_path)
 
     def step(_: OpenServer) -> None:
         time.sleep(1)  # until the client waits
@@ -400,7 +405,6 @@ def test_a_step_of_the_clock_ends_no_wait(tmp_path: Path, moment: str) -> None:
 
     server = OpenServer(moment, step)
     with tcp_server(server.serve) as port:
-        clock = {"LD_PRELOAD": str(library), "STEPPED": str(stepped)}
         assert unlock(settings_at(tmp_path, port) | clock) == NO_COMMAND
     assert stepped.exists()
     assert server.reached == ["keys", "login", "channel", "exec"]
