@@ -26,6 +26,7 @@ from homelab import Homelab
 
 import waker
 
+pytest_plugins = ["machine", "namespaces"]  # which have fixtures
 PROGRAM = str(Path(waker.__file__))
 CHECKOUT = Path(PROGRAM).parent
 # In CHECKOUT. A script, unlike a module, is compiled at every start.

@@ -21,6 +21,7 @@ import paramiko
 from conftest import PASSPHRASE, is_open, need, need_root, run_waker, wait_for
 from cryptroot_unlock import Disks
 from homelab import DROPBEAR, SshServer, bind, new_key, public_line
+from machine import AS_USER_1
 
 Settings = dict[str, str]
 HOST_KEY = new_key()
@@ -103,10 +104,11 @@ def dropbear(folder: Path, disks: Disks) -> Iterator[Initrd]:
     initrd = Initrd(folder, disks, host_key)
     (home / ".ssh").mkdir(parents=True, mode=0o700)
     (home / ".ssh/authorized_keys").write_text(initrd.authorized)
-    (folder / "passwd").write_text(f"root:x:0:0::{home}:/bin/sh\n")
+    (folder / "passwd").write_text(f"root:x:1:1::{home}:/bin/sh\n")
     server = [need("dropbear"), "-F", "-E", "-s", "-p", f"127.0.0.1:{initrd.port}"]
     server += ["-r", key, "-P", str(folder / "pid"), "-c", initrd.forced]
-    script = f"mount --bind {folder}/passwd /etc/passwd; exec {shlex.join(server)}"
+    mount = f"mount --bind {folder}/passwd /etc/passwd"
+    script = f"{mount}; exec {AS_USER_1} {shlex.join(server)}"
     with process(initrd.port, script):
         yield initrd
 
@@ -123,7 +125,14 @@ def prepare_sshd(folder: Path, disks: Disks) -> tuple[Initrd, str]:
         "PermitRootLogin prohibit-password\nPidFile none\n"
     )
     server = [need("sshd"), "-D", "-e", "-f", str(folder / "sshd_config")]
-    start = f"mount -t tmpfs none /run; mkdir /run/sshd; exec {shlex.join(server)}"
+    (folder / "passwd").write_text(f"root:x:1:1::{folder}:/bin/sh\n")
+    (folder / "shadow").write_text("root:*:1::::::\n")  # or the account is locked
+    (folder / "group").touch()  # nobody can give a terminal to the group tty
+    mount = (
+        "mount -t tmpfs none /run; mkdir /run/sshd; for name in passwd shadow group;"
+    )
+    mount += f" do mount --bind {folder}/$name /etc/$name; done"
+    start = f"{mount}; exec {AS_USER_1} {shlex.join(server)}"
     return initrd, start
 
 

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptroot_unlock import Disks
 from homelab import DROPBEAR, OPENSSH, Homelab, SshServer, bind, new_key, public_line
-from namespaces import Home, home, udp_packets
+from namespaces import Home, udp_packets
 from ssh_servers import Initrd, free_port
 
 import waker
@@ -33,7 +33,6 @@ BASE = MACHINE | {
 }
 NOT_SEEN = "- not seen; check again while the initrd waits for its passphrase"
 Table = dict[str, str]  # what was checked: the verdict, and what was seen
-__all__ = ["home"]  # a fixture
 
 
 def run(settings: dict[str, str], folder: Path, mode: int = 0o640) -> tuple[int, Table]:

@@ -31,7 +31,7 @@ from conftest import (
 )
 from cryptroot_unlock import Disks
 from homelab import OPENSSH, Homelab, SshServer, bind, new_key
-from namespaces import Home, home, ip, udp_packets
+from namespaces import Home, ip, udp_packets
 from ssh_servers import (
     HOST_KEY,
     Initrd,
@@ -46,7 +46,6 @@ from ssh_servers import (
 
 import waker
 
-__all__ = ["home"]  # a fixture
 ONE = {"d": PASSPHRASE}
 RIGHT = PASSPHRASE.encode()
 NOT_SENT = "The passphrase was not sent."

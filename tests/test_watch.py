@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 from conftest import wait_for
 from homelab import DROPBEAR, OPENSSH, bind
-from namespaces import Home, home, ip
+from namespaces import Home, ip
 from ssh_servers import free_port, tcp_server
 
 import waker
-
-__all__ = ["home"]  # a fixture
 
 OPEN, CLOSED, SILENT, UNKNOWN = waker.PortState
 LOCKED = waker.PortStates(OPEN, CLOSED)
