@@ -16,14 +16,12 @@ from typing import Any
 import pytest
 import schemathesis
 from conftest import daemon
-from homelab import Homelab
+from machine import CLOSED, Machine
 
 HERE = Path(__file__).parent
 SETTINGS = {
-    "WAKER_PIN": "choose-your-own",  # the description's, so that some requests log in
-    "WAKER_INITRD_SSH_PORT": "1",  # nobody listens there, so an unlock fails at once
-    "WAKER_SYSTEM_SSH_PORT": "2",
-    "WAKER_TRUSTED_PROXY": "127.0.0.1",
+    "PIN": "choose-your-own",  # the description's, so that some requests log in
+    "TRUSTED_PROXY": "127.0.0.1",
 }
 # By default, schemathesis accepts any 401 or 500 as the refusal of a bad body. Here a
 # bad body must be reported as bad. Only a failed unlock may answer 500; the description
@@ -55,11 +53,12 @@ def before_call(_: object, case: Any, __: object) -> None:
 
 
 def test_it_does_what_its_description_says(
-    lab: Homelab, tmp_path: Path, pytestconfig: pytest.Config
+    machine: Machine, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     (tmp_path / "schemathesis.toml").write_text(CONFIG)
-    with daemon(lab.settings() | SETTINGS) as started:
-        client = started.client.log_in(SETTINGS["WAKER_PIN"])
+    machine.show(CLOSED, CLOSED).make_keys()  # so an unlock fails at once
+    with daemon(machine.settings(**SETTINGS)) as started:
+        client = started.client.log_in(SETTINGS["PIN"])
         arguments = [started.process.stderr]  # a pipe, which must not become full
         reader = threading.Thread(target=started.log.extend, args=arguments)
         reader.start()

@@ -17,7 +17,7 @@ import waker
 EXAMPLES = int(os.environ.get("EXAMPLES", "0"))
 settings.register_profile(
     "waker",
-    max_examples=EXAMPLES or 50,
+    max_examples=EXAMPLES or 300,
     derandomize=not EXAMPLES,
     deadline=None,
     database=None,
@@ -25,30 +25,24 @@ settings.register_profile(
 settings.load_profile("waker")
 PEER = "192.0.2.1"
 TOKEN = string.ascii_letters + string.digits + "!#$%&'*+-.^_`|~"
-OURS = {"host", "content-length", "transfer-encoding"}
 ODD = (
-    *("", " ", "\t", "\r", "\n", "\r\n", "\r\n\r\n", "\0", "\x0b", "\x7f", "\x85"),
-    *("\xa0", ":", ",", "0", "5", "x", "%", "%41"),
+    *("", " ", "\t", "\r", "\n", "\r\n", "\r\n\r\n", "\0", "\x7f", "\x85", "\xa0"),
+    *(":", ",", "0", "x", "%41", "\r\n ", " :"),
     *("\r\nContent-Length: 3", "\r\nTransfer-Encoding: chunked"),
 )
 
 names = st.text(TOKEN, min_size=1, max_size=9)
-# Fields that a request keeps.
-known = st.sampled_from(["Content-Type", "Accept-Encoding"])
 values = st.text(string.printable[:95] + "\t\xe4\xa0\x85", max_size=20)
 paths = st.text(string.ascii_letters + string.digits + "-._~/:@!$&'()*+,;=", max_size=9)
-fields = st.lists(
-    st.tuples(known | names.filter(lambda name: name.lower() not in OURS), values),
-    max_size=4,
-)
+others = st.lists(st.tuples(st.sampled_from(["X", "Y"]) | names, values), max_size=4)
 edits = st.lists(
-    st.tuples(st.integers(0, 99), st.booleans(), st.sampled_from(ODD)), max_size=2
+    st.tuples(st.integers(0, 29), st.booleans(), st.sampled_from(ODD)), max_size=2
 )
 
 
 def write(method: str, path: str, others: list[tuple[str, str]], body: bytes) -> bytes:
     """Format a valid request."""
-    fields = [*others, ("Host", "x"), ("Content-Length", str(len(body)))]
+    fields = [("Host", "x"), ("Content-Length", str(len(body))), *others]
     lines = "".join(f"{name}: {value}\r\n" for name, value in fields)
     return f"{method} /{path} HTTP/1.1\r\n{lines}\r\n".encode("latin-1") + body
 
@@ -58,14 +52,11 @@ def end() -> bytes:
     raise waker.Fault(400, "The request ended")
 
 
-@given(st.builds(write, names, paths, fields, st.binary(max_size=99)), edits)
+@given(st.builds(write, names, paths, others, st.binary(max_size=99)), edits)
 def test_a_request_is_refused_or_parsed_as_h11_parses_it(
     data: bytes, edits: list[tuple[int, bool, str]]
 ) -> None:
-    """h11 accepts more, except that it insists on one Host.
-
-    Requests that both accept must mean the same to both.
-    """
+    """h11 accepts more, except that it insists on one Host."""
     pieces = re.split("(\r\n|[: /])", data.decode("latin-1"))
     for place, taken, put in edits:
         at = place % len(pieces)
@@ -82,7 +73,6 @@ def test_a_request_is_refused_or_parsed_as_h11_parses_it(
     try:
         head = peer.next_event()
     except h11.RemoteProtocolError as error:
-        assert edits
         assert "Host: header" in str(error)
         return
     assert isinstance(head, h11.Request)
