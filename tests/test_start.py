@@ -1,4 +1,7 @@
-"""A start, from the tap to the booted system: what it does, reports and forgets."""
+"""A start: what happens when something goes wrong, and what it forgets.
+
+Its usual course is in test_promises.py.
+"""
 
 import contextlib
 import gc
@@ -15,303 +18,89 @@ from typing import Any
 
 import pytest
 from conftest import (
-    MAC,
     PASSPHRASE,
     PIN,
     PROGRAM,
-    Client,
+    Daemon,
     daemon,
     environment,
-    new_app,
     no_threads,
     serving,
     shortened,
     wait_for,
     wait_for_child,
 )
-from cryptroot_unlock import Disks
-from homelab import OPENSSH, Homelab, SshServer, bind, new_key
+from homelab import bind
+from machine import CLOSED, OPEN, Machine, wait_until, wait_until_shown
 from namespaces import Home, ip, udp_packets
-from ssh_servers import (
-    HOST_KEY,
-    Initrd,
-    Settings,
-    dropbear,
-    free_port,
-    paramiko_server,
-    settings_at,
-    tcp_server,
-    unlock,
-)
+from ssh_servers import tcp_server
+from test_promises import slow_to_open
 
 import waker
 
-ONE = {"d": PASSPHRASE}
-RIGHT = PASSPHRASE.encode()
-NOT_SENT = "The passphrase was not sent."
-SYSTEM_PORT = free_port()  # of a system that boots only where a test says so
-OFF = waker.PortStates(waker.PortState.SILENT, waker.PortState.SILENT)
-ENDINGS = "done", "failed", "cancelled"
-Look = Callable[[int], waker.PortStates]
-
-
-def shown(client: Client) -> Any:
-    """Return the start as the status shows it."""
-    return client.status()["start"]
-
-
-def in_words(start: Any) -> str:
-    return "{outcome}: {message}".format(**start)
-
-
-def wait_until(client: Client, phase: str) -> str:
-    """Wait for a phase; returns its outcome and its message."""
-    right = phase, *ENDINGS
-    start = wait_for(lambda: shown(client), lambda now: now["phase"] in right)
-    assert start["phase"] == phase, start
-    return in_words(start)
-
-
-def wait_until_said(client: Client, pattern: str) -> Any:
-    """Wait for a message; returns the start."""
-    return wait_for(
-        lambda: shown(client), lambda now: re.search(pattern, now["message"])
-    )
-
-
-def start(client: Client, phase: str, passphrase: str = PASSPHRASE) -> str:
-    """Start, and wait for a phase; returns its outcome and its message."""
-    assert client.start(passphrase).json["success"]
-    return wait_until(client, phase)
-
-
-def cancel(client: Client, phase: str = "cancelled") -> str:
-    """Cancel, and wait until that has happened; returns the outcome and the message."""
-    assert client.call("DELETE", "/api/start").json["success"]
-    return wait_until(client, phase)
-
-
-def settings_of(initrd: Initrd) -> Settings:
-    """Return the daemon's settings for a machine whose system never boots."""
-    return {"WAKER_PIN": PIN} | MAC | initrd.settings(SYSTEM_SSH_PORT=SYSTEM_PORT)
-
-
-def boot() -> contextlib.AbstractContextManager[SshServer]:
-    """Open the system's SSH port."""
-    server = SshServer(bind("127.0.0.1", SYSTEM_PORT), new_key(), OPENSSH)
-    return contextlib.closing(server)
+EARLY = "echo Try again later; exit 1"
+GO = "until [ -e go ]; do sleep 0.1; done"  # until a test makes the file
 
 
 @contextlib.contextmanager
-def starting(
-    folder: Path, disks: Disks, **limits: float
-) -> Iterator[tuple[Client, Initrd]]:
-    """Start a machine that asks for its passphrase, but whose system never boots."""
-    program = shortened(folder, **limits)
-    with paramiko_server(folder, disks) as initrd:
-        with daemon(settings_of(initrd), program=program) as started:
-            assert started.client.log_in().start().status == 200
-            yield started.client, initrd
+def starting(machine: Machine, **limits: float) -> Iterator[Daemon]:
+    """Run the daemon, and begin a start."""
+    with machine.waker(**limits) as started:
+        assert started.client.log_in().start().status == 200
+        yield started
 
 
-# ---- A start, and what it reports ---------------------------------------------------
+def count_tries(machine: Machine) -> int:
+    return len(machine.folder.joinpath("commands").read_text().splitlines())
 
 
-class Scripted(waker.Watcher):
-    """Counts its checks, and finds what a test wants, given their number."""
-
-    def __init__(self, config: waker.Config, look: Look | None = None) -> None:
-        super().__init__(config)
-        self.count = 0
-        self.look = look
-
-    def check(self, now: float) -> waker.PortStates:
-        self.count += 1
-        return self.look(self.count) if self.look else super().check(now)
+# ---- What is sent, and what is forgotten ---------------------------------------------
 
 
-def starter_of(config: waker.Config, settings: Settings, look: Look | None) -> Any:
-    """Return a starter in this process, and its watcher."""
-    unlocker = waker.Unlocker(config, Path(PROGRAM), environment(settings))
-    watcher = Scripted(config, look)
-    return waker.Starter(config, watcher, unlocker), watcher
+def test_nothing_is_sent_once_the_daemon_has_died(machine: Machine) -> None:
+    machine.ask(f"{GO}; asks root; take; echo >taken")
+    with starting(machine) as started:
+        wait_for(machine.has_run)
+        started.process.kill()
+        assert started.process.wait(60) == -signal.SIGKILL
+        machine.folder.joinpath("go").touch()
+        assert started.process.stderr
+        started.process.stderr.read()  # until the unlocking process has ended
+    wait_for(machine.folder.joinpath("taken").exists)
+    assert machine.received() == []
 
 
-def begin(starter: waker.Starter, now: float = 0) -> Callable[[], None]:
-    """Start; returns a function that waits for the end."""
-    others = {*threading.enumerate()}
-    starter.begin(waker.Passphrase(PASSPHRASE), now or time.monotonic())
-    threads = {*threading.enumerate()} - others  # it may have ended already
-
-    def join() -> None:
-        for thread in threads:
-            if not thread.daemon:  # as those of the tests' servers are
-                thread.join()
-
-    return join
-
-
-def members(starter: waker.Starter, ahead: float = 0) -> Any:
-    """Return what the status says of the starts, some seconds ahead."""
-    return starter.members(time.monotonic() + ahead, OFF)
-
-
-def test_a_start_that_woke_the_machine_says_how_long_it_took(
-    lab: Homelab, tmp_path: Path
-) -> None:
-    program = shortened(tmp_path, packet_port=lab.packet_port)
-    with daemon(lab.settings(), program=program) as started:
-        client = started.client.log_in()
-        assert client.status()["usual_seconds"] is None
-        assert start(client, "done") == "up: Unlocked: cryptroot. The system is up."
-        usual = wait_for(lambda: client.status()["usual_seconds"])
-        assert usual == shown(client)["seconds"]
-    assert len(lab.packets) == 3
+def test_sigterm_cancels_at_once_and_nothing_starts_later(machine: Machine) -> None:
+    """Even while the daemon is as busy as it can be: here, the key's file is slow."""
+    machine.make_keys()
+    machine.show(CLOSED, CLOSED)
+    with starting(machine) as started, ThreadPoolExecutor(64) as pool:
+        client, log = started.client, started.process.stderr
+        assert log
+        wait_for(lambda: started.uses()[0] == 3)  # the start, and two that never end
+        with slow_to_open(machine.ssh_key):
+            held_up = [pool.submit(client.start) for _ in range(64)]
+            wait_for(lambda: started.uses()[0] == 3 + 64)
+            files = started.uses()[1]
+            with socket.create_connection(("127.0.0.1", client.port)) as tcp:
+                tcp.sendall(b"GET / HTTP/1.1\r\n\r\n")  # there is no room for it
+                wait_for(lambda: started.uses()[1] > files)
+                began = time.monotonic()
+                started.process.terminate()
+                cancelled = "start: cancelled: .*not sent"
+                wait_for(log.readline, lambda line: re.match(cancelled, line))
+                assert time.monotonic() < began + 20
+        assert {each.result().status for each in held_up} == {503}
+        assert started.process.wait(60) == 0
 
 
-def test_usual_is_the_median_of_the_last_five_starts_that_woke_the_machine(
-    config: waker.Config, lab: Homelab
-) -> None:
-    """One that sent no packet, or found no system, does not count."""
-    up = OFF._replace(system=waker.PortState.OPEN)
-    states = [up]
-    starter, _ = starter_of(config, lab.settings(), lambda _: states.pop(0))
-    begin(starter, time.monotonic() - 300)()
-    assert members(starter)["usual_seconds"] is None
-    seen = []
-    for age in (500, 10, 40, 20, 50, 30):
-        states[:] = OFF, up
-        begin(starter, time.monotonic() - age)()
-        seen.append(members(starter)["usual_seconds"] // 10)
-    assert seen == [50, 50, 4, 4, 4, 3]
-    states[:] = [OFF] * 9
-    wait_for_end = begin(starter, time.monotonic() - 900)
-    starter.cancel()
-    wait_for_end()
-    assert members(starter)["usual_seconds"] // 10 == 3
+def unlocker_of(machine: Machine) -> tuple[waker.Config, waker.Unlocker]:
+    config = waker.read_config(machine.settings(PIN=PIN), machine.folder)
+    variables = environment(machine.settings())
+    return config, waker.Unlocker(config, Path(PROGRAM), variables)
 
 
-def test_a_rejection_passes_on_the_initrds_warning_as_a_hint(tmp_path: Path) -> None:
-    """And nothing else has one."""
-    script = "#!/bin/sh\necho Please unlock disk d\ncat >/dev/null\n"
-    rejects = "echo 'cryptsetup: cryptsetup failed, bad password or options?'; exit 1\n"
-    warning = "cryptroot-unlock: systemd may give up after another wrong passphrase"
-    wrong = "wrong_passphrase: Wrong passphrase for disk d."
-    with dropbear(tmp_path, Disks(ONE)) as initrd:
-        with daemon(settings_of(initrd)) as started:
-            client = started.client.log_in()
-            for warns, hint in ((f"echo {warning}\n", "systemd may give up"), ("", "")):
-                initrd.command.write_text(script + warns + rejects)
-                assert start(client, "failed") == wrong
-                assert hint in (shown(client)["hint"] or "")
-                assert (shown(client)["hint"] is None) == (not hint)
-                answer = client.unlock()
-                assert (answer.status, "give up" in answer.error) == (400, bool(hint))
-            initrd.command.write_text(f"{script}echo cryptsetup: d set up successfully")
-            start(client, "booting")
-            assert shown(client)["hint"] is None
-
-
-def test_a_bug_ends_a_start_which_is_shown_for_an_hour(
-    config: waker.Config, lab: Homelab
-) -> None:
-    """The passphrase may have been sent. Another start may begin."""
-    states = [OFF]
-    starter, _ = starter_of(config, lab.settings(), lambda _: states.pop())
-    begin(starter)()
-    seen = members(starter)["start"]
-    assert seen["phase"] == "failed"
-    words = r"error: bug: IndexError, .*:\d+\. The passphrase may have been sent\."
-    assert re.fullmatch(words, in_words(seen))
-    assert seen["sent"]
-    assert members(starter, 3590)["start"] == seen
-    assert members(starter, 3601)["start"] is None
-    begin(starter)()
-
-
-def test_a_start_that_gets_no_thread_does_not_block_the_next(
-    config: waker.Config, lab: Homelab
-) -> None:
-    starter, _ = starter_of(config, lab.settings(), lambda _: OFF)
-    with no_threads(), pytest.raises(waker.Fault) as fault:
-        begin(starter)
-    assert (fault.value.status, fault.value.headers) == (503, (("Retry-After", "5"),))
-    assert members(starter)["start"] is None
-    wait_for_end = begin(starter)
-    starter.cancel()
-    wait_for_end()
-
-
-def test_a_machine_that_cannot_be_checked_is_not_called_asleep(
-    lab: Homelab, tmp_path: Path
-) -> None:
-    """Linux lets nobody connect to a broadcast address."""
-    nowhere = lab.settings() | {"WAKER_HOMELAB_HOST": "127.255.255.255"}
-    with daemon(nowhere, program=shortened(tmp_path, start_seconds=1)) as started:
-        ended = start(started.client.log_in(), "failed")
-    assert ended.startswith("not_awake: the server could not be checked")
-
-
-def test_a_packet_that_fails_does_not_end_the_start(home: Home, tmp_path: Path) -> None:
-    """A restarting switch, or a card that changes its speed, interrupts the link."""
-    router, machine, _ = home
-    ip(f"-n {router.name} route del default")  # or the packet would leave there
-    settings = settings_at(tmp_path, 22, HOST_KEY, HOMELAB_HOST="192.168.77.99") | MAC
-    program = shortened(tmp_path, packet_seconds=0.1)
-    with (
-        machine.capture() as frames,
-        daemon(settings, *router.command(), program=program) as started,
-    ):
-        client = started.client
-
-        def message() -> str:
-            return str(router.run(lambda: shown(client))["message"])
-
-        router.run(lambda: client.log_in().start())
-        wait_for(lambda: udp_packets(frames))
-        ip(f"-n {router.name} link set lan down")
-        failed = "Failed to send WOL packet: Network is unreachable; trying again"
-        wait_for(lambda: message() == failed)
-        udp_packets(frames)
-        ip(f"-n {router.name} link set lan up")
-        wait_for(lambda: udp_packets(frames))
-
-
-def test_a_running_system_is_not_taken_for_its_initrd(tmp_path: Path) -> None:
-    """Its own SSH server may use the initrd's port."""
-    with boot(), starting(tmp_path, Disks(ONE)) as (client, initrd):
-        up = f"up: the system is already up. {NOT_SENT}"
-        assert wait_until(client, "done") == up
-        assert initrd.received() == []
-
-
-@pytest.mark.parametrize("phase", ["waking", "booting"])
-def test_a_start_that_waits_looks_once_a_second_and_logs_no_line_twice(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], phase: str
-) -> None:
-    with paramiko_server(tmp_path, Disks(ONE)) as initrd:
-        settings = settings_of(initrd)
-        if phase == "waking":
-            settings["WAKER_INITRD_SSH_PORT"] = str(free_port())
-        config = waker.read_config(settings, tmp_path)
-        starter, watcher = starter_of(config, settings, None)
-        wait_for_end = begin(starter)
-
-        def seen() -> Any:
-            return members(starter)["start"]
-
-        wait_for(seen, lambda now: now["phase"] == phase and now["seconds"] >= 5)
-        starter.cancel()
-        wait_for_end()
-    assert [*seen()["times"]][-2:] == [phase, "cancelled"]
-    assert 3 <= watcher.count <= seen()["seconds"] + 3
-    lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == len({*lines}) > 1
-
-
-def test_a_start_forgets_the_passphrase_as_soon_as_its_unlock_ends(
-    tmp_path: Path,
-) -> None:
+def test_the_passphrase_is_forgotten_once_the_unlock_ends(machine: Machine) -> None:
     """However that ends."""
 
     def is_forgotten() -> bool:
@@ -323,291 +112,241 @@ def test_a_start_forgets_the_passphrase_as_soon_as_its_unlock_ends(
             for one in gc.get_objects()
         )
 
-    with paramiko_server(tmp_path, Disks(ONE, mute=True)) as initrd:
-        settings = settings_of(initrd)
-        config = waker.read_config(settings, tmp_path)
-        with serving(new_app(config, settings)) as client:
-            client.log_in().start()
-            wait_for_child(os.getpid())
-            assert not is_forgotten()
-            cancel(client)
+    machine.ask("sleep 60")
+    with serving(waker.App(*unlocker_of(machine))) as client:
+        client.log_in().start()
+        wait_for_child(os.getpid())
+        assert not is_forgotten()
+        client.call("DELETE", "/api/start")
+        wait_until(client, "cancelled")
+        wait_for(is_forgotten)
+        for passphrase, phase in ((PASSPHRASE, "booting"), ("wrong", "failed")):
+            machine.ask()
+            client.start(passphrase)
+            wait_until(client, phase)
             wait_for(is_forgotten)
-            for passphrase, phase in (("wrong", "failed"), (PASSPHRASE, "booting")):
-                Disks(ONE).save(initrd.state)
-                start(client, phase, passphrase)
-                wait_for(is_forgotten)
-            cancel(client)  # what it logs is not the next test's
 
 
-# ---- Trying again while no disk asks -------------------------------------------------
+def test_a_running_system_is_not_taken_for_its_initrd(machine: Machine) -> None:
+    """Its own SSH server may use the initrd's port."""
+    machine.ask()
+    with bind("127.0.0.1", machine.system_port) as system:
+        system.listen()
+        with starting(machine) as started:
+            start = wait_until(started.client, "done")
+            assert (start["outcome"], start["sent"]) == ("up", False)
+            assert started.client.unlock().status == 200
+    assert not machine.has_run()
 
 
-def test_an_early_initrd_is_not_asked_again_at_once(tmp_path: Path) -> None:
-    with starting(tmp_path, Disks(ONE, early=True)) as (client, initrd):
-        wait_until_said(client, "not ready yet")
-        Disks(ONE).save(initrd.state)
-        began = shown(client)["seconds"]  # within three more of the five
-        wait_for(lambda: shown(client)["seconds"] >= began + 3)
-        assert initrd.received() == []
-        assert cancel(client) == f"cancelled: cancelled. {NOT_SENT}"
+# ---- Waking and waiting --------------------------------------------------------------
 
 
-def test_however_late_a_disk_asks_its_system_has_all_its_time_to_boot(
-    tmp_path: Path,
-) -> None:
-    limits = {"start_seconds": 4, "retry_seconds": 4}
-    with starting(tmp_path, Disks(ONE, early=True), **limits) as (client, initrd):
-        early = wait_until_said(client, "not ready yet")
-        assert (early["phase"], early["outcome"]) == ("unlocking", None)
-        Disks(ONE).save(initrd.state)
-        assert wait_until(client, "booting") == "unlocked: Unlocked: d."
-        wait_until(client, "failed")
-        times = shown(client)["times"]
-    assert times["booting"] >= 4
-    assert times["failed"] - times["booting"] >= 3  # of the 4, rounded
+def test_a_failed_link_does_not_end_a_start(home: Home, machine: Machine) -> None:
+    """A restarting switch, or a card that changes its speed, interrupts the link."""
+    router, asleep, _ = home
+    ip(f"-n {router.name} route del default")  # or the packet would leave there
+    machine.make_keys()
+    where = {"HOMELAB_HOST": "192.168.77.99", "HOMELAB_BROADCAST": ""}
+    settings, host = machine.settings(**where), router.command()
+    program = shortened(machine.folder, packet_seconds=0.1)
+
+    def is_failing(start: Any) -> bool:
+        return bool(re.match("Failed to send .* trying again", start["message"]))
+
+    with asleep.capture() as frames, daemon(settings, *host, program=program) as it:
+        router.run(lambda: it.client.log_in().start())
+        wait_for(lambda: udp_packets(frames))
+        ip(f"-n {router.name} link set lan down")
+        router.run(lambda: wait_until_shown(it.client, is_failing))
+        udp_packets(frames)
+        ip(f"-n {router.name} link set lan up")
+        wait_for(lambda: udp_packets(frames))
 
 
-def test_a_cancel_ends_the_wait_for_an_initrd_that_hangs_up(tmp_path: Path) -> None:
-    """As it may while it configures its network, so waker would try again."""
-    with tcp_server(socket.socket.close) as port:
-        settings = settings_at(tmp_path, port, SYSTEM_SSH_PORT=SYSTEM_PORT) | MAC
-        program = shortened(tmp_path, retry_seconds=100)
-        with daemon(settings, program=program) as started:
-            client = started.client.log_in()
+def test_a_start_and_the_status_share_one_check_a_second(machine: Machine) -> None:
+    """OpenSSH penalises clients that connect too often."""
+    machine.make_keys()
+    seen: list[socket.socket] = []  # a check takes its time, because none says anything
+    with tcp_server(seen.append) as port, ThreadPoolExecutor(5) as pool:
+        ports = {"INITRD_SSH_PORT": str(port), "SYSTEM_SSH_PORT": str(port)}
+        with daemon(machine.settings(**ports)) as started:
+            began, client = time.monotonic(), started.client.log_in()
             client.start()
-            wait_until_said(client, "hung up")
-            assert cancel(client) == f"cancelled: cancelled. {NOT_SENT}"
+
+            def look(_: int) -> None:
+                wait_until_shown(client, lambda now: now["seconds"] >= 4)
+
+            list(pool.map(look, range(5)))
+            assert 3 <= len(seen) <= time.monotonic() - began + 1
 
 
-@pytest.mark.parametrize("slow", [False, True], ids=["at once", "slowly"])
-def test_a_try_that_would_end_too_late_is_not_begun(tmp_path: Path, slow: bool) -> None:
-    """Six seconds for an initrd that answers at once, or only after four."""
-    tries = tmp_path / "tries"
-    script = f"#!/bin/sh\necho >>{tries}\n{'sleep 4' * slow}\necho Try again later\n"
-    program = shortened(tmp_path, prompt_seconds=6, retry_seconds=0.5)
-    with dropbear(tmp_path, Disks(ONE)) as initrd:
-        initrd.command.write_text(script)
-        with daemon(settings_of(initrd), program=program) as started:
-            client = started.client.log_in()
-            ended = start(client, "failed")
-            times = shown(client)["times"]
-    assert re.fullmatch(f"not_asked: the initrd is not ready .* {NOT_SENT}", ended)
-    count = len(tries.read_text())
-    assert count == 1 if slow else count > 1
-    assert 3 <= times["failed"] - times["unlocking"] <= 7
+@pytest.mark.parametrize("phases", ["waking", "unlocking, booting"])
+def test_a_waiting_start_logs_no_line_twice(machine: Machine, phases: str) -> None:
+    """It is idle, sees soon that the system is up, and doubts no confirmed unlock."""
+    machine.make_keys()
+    if "unlocking" in phases:
+        machine.ask()
+    with starting(machine, doubt_seconds=0) as started:
+        wait_until(started.client, phases.rpartition(" ")[2])
+        assert started.busy(3) < 0.1
+        began = time.monotonic()
+        machine.show(CLOSED, OPEN)
+        wait_until(started.client, "done")
+        assert time.monotonic() < began + 5
+        started.stop()
+    logged = re.findall("(?m)^start: (.*?):", "\n".join(started.log))
+    assert ", ".join(logged) == f"{phases}, done"
+
+
+def test_a_cancel_ends_the_wait_between_two_tries(machine: Machine) -> None:
+    with starting(machine.ask(EARLY), retry_seconds=100) as started:
+        client = started.client
+        early = wait_until_shown(client, lambda now: "try again" in now["message"])
+        wait_until_shown(client, lambda now: now["seconds"] >= early["seconds"] + 3)
+        client.call("DELETE", "/api/start")
+        start = wait_until(client, "cancelled")
+        assert "not sent" in start["message"]
+        assert count_tries(machine) == 1
+
+
+def test_a_try_that_would_end_too_late_is_not_begun(machine: Machine) -> None:
+    """Of six seconds, each takes over four."""
+    machine.ask(f"sleep 4; {EARLY}")
+    with starting(machine, prompt_seconds=6, retry_seconds=0.5) as started:
+        start = wait_until(started.client, "failed")
+    assert start["outcome"] == "not_asked"
+    assert count_tries(machine) == 1
+
+
+def test_only_a_rejection_after_a_warning_has_a_hint(machine: Machine) -> None:
+    warns = "cryptroot-unlock: systemd may give up after another wrong passphrase"
+    asks = "[ -e root.open ] && exit; asks root; take"
+    rejects = f"{asks}; echo {warns}; rejects"
+    with machine.ask(rejects).waker() as started:
+        client = started.client.log_in()
+        assert "give up" in client.unlock().error
+        for script, phase, hint in (
+            (rejects, "failed", "systemd may give up"),
+            (f"{asks}; rejects", "failed", None),
+            (f"{asks}; echo {warns}; echo >root.open; opens root", "booting", None),
+        ):
+            machine.ask(script)
+            client.start()
+            shown = wait_until(client, phase)["hint"]
+            assert hint in shown if hint else shown is None
 
 
 # ---- Watching, and what ends it ------------------------------------------------------
 
 
-SLOW = "The system has not answered yet."
-LOST = (
-    "Not confirmed: the passphrase was sent, but the connection was lost before the"
-    " initrd confirmed it."
-)
-DOUBT = (
-    f"{LOST} The initrd is still running: it may still be checking the passphrase, or"
-    " the passphrase was wrong."
-)
-HANGS_UP = Disks({"d": "another"}, dies="hangs up")
-
-
-def test_an_unconfirmed_unlock_is_doubted_while_the_initrd_runs(tmp_path: Path) -> None:
-    """The doubt ends with the initrd, and the system may still come up."""
-    with starting(tmp_path, HANGS_UP, doubt_seconds=4) as (client, initrd):
-        assert wait_until(client, "booting") == f"not_confirmed: {LOST}"
-        seen = wait_until_said(client, "still")
-        assert in_words(seen) == f"not_confirmed: {DOUBT}"
-        assert seen["seconds"] - seen["times"]["booting"] >= 3  # of the 4, rounded
-        Disks(ONE, dies="before").save(initrd.state)
-        unlock(initrd.settings())  # by somebody else
-        seen = wait_until_said(client, "^((?!still).)*$")
-        assert in_words(seen) == f"not_confirmed: {LOST}"
-        with boot():
-            assert wait_until(client, "done") == f"up: The system is up. {LOST}"
-
-
-@pytest.mark.parametrize(
-    ("disks", "end"),
-    [
-        (Disks(ONE), "Unlocked: d."),
-        (Disks({}), f"all disks seem to be open already. {NOT_SENT}"),
-        (HANGS_UP, DOUBT),
-        (Disks({"d": "another"}, dies="for good"), LOST),
-    ],
-    ids=["confirmed", "already open", "not confirmed", "initrd has ended"],
-)
-def test_only_an_unconfirmed_unlock_is_doubted_while_its_initrd_runs(
-    tmp_path: Path, disks: Disks, end: str
-) -> None:
-    """To the end. What may have been sent is not sent again, even if a disk asks."""
-    limits = {"doubt_seconds": 0, "start_seconds": 3, "retry_seconds": 0.1}
-    with starting(tmp_path, disks, **limits) as (client, initrd):
-        assert wait_until(client, "failed") == f"not_up: {end} {SLOW}"
-        assert initrd.received() == [RIGHT] * bool(disks.locked)
-
-
-def test_a_cancelled_start_is_forgotten_once_the_machine_is_up(tmp_path: Path) -> None:
-    with starting(tmp_path, Disks(ONE)) as (client, _):
+def test_only_one_start_that_can_begin_replaces_a_watch(machine: Machine) -> None:
+    with starting(machine.ask()) as started:
+        client, key = started.client, machine.ssh_key
         wait_until(client, "booting")
-        cancel(client)
-        with boot():
-            seen = wait_for(client.status, lambda now: now["state"] == "up")
-        assert seen["start"] is None
-
-
-def test_a_watch_that_was_replaced_changes_nothing(
-    config: waker.Config, lab: Homelab, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Even if it sees the system only a moment later."""
-    waker.wake(config)
-    lab.wait_for("locked")
-    may_end = threading.Event()
-    locked = OFF._replace(initrd=waker.PortState.OPEN)
-
-    def look(count: int) -> waker.PortStates:
-        """The second check finds the system up, but takes as long as the test wants."""
-        if count != 2:
-            return locked
-        may_end.wait(60)  # seconds
-        return locked._replace(system=waker.PortState.OPEN)
-
-    starter, watcher = starter_of(config, lab.settings(), look)
-    first = begin(starter)
-    wait_for(lambda: watcher.count == 2)  # it watches
-    second = begin(starter)
-    may_end.set()
-    first()
-    starter.cancel()
-    second()
-    lines = capfd.readouterr().err.splitlines()
-    phases = [line.split(": ")[1] for line in lines if line.startswith("start: ")]
-    assert phases[:3] == ["unlocking", "booting", "cancelled"]
-    assert "start: cancelled: Unlocked: cryptroot." in lines
-    assert "done" not in phases
-
-
-def test_a_refused_start_or_unlock_ends_no_watch(tmp_path: Path) -> None:
-    with starting(tmp_path, Disks(ONE)) as (client, initrd):
-        wait_until(client, "booting")
-        initrd.ssh_key.unlink()
-        assert client.start().status == client.unlock().status == 500
-        assert shown(client)["phase"] == "booting"
-
-
-def test_a_start_and_the_status_share_their_checks(tmp_path: Path) -> None:
-    """OpenSSH penalises clients that connect too often."""
-    with paramiko_server(tmp_path, Disks(ONE)) as initrd:
-        settings = settings_of(initrd)
-        app = new_app(waker.read_config(settings, tmp_path), settings)
-        with serving(app) as client:
-            start(client.log_in(), "booting")
-            with boot():
-                # The next ten minutes share this result, although the port closes.
-                ports = app.watcher.check(time.monotonic() + 600)
-            assert ports == waker.PortStates(*[waker.PortState.OPEN] * 2)
-            assert wait_until(client, "done") == "up: Unlocked: d. The system is up."
-
-
-def test_of_several_new_starts_one_replaces_a_watch(tmp_path: Path) -> None:
-    """It answers the disk that asks."""
-    with starting(tmp_path, Disks(ONE)) as (client, initrd):
-        wait_until(client, "booting")
-        Disks({"second": "x"}, slow=2, received=["66"]).save(initrd.state)
+        away = key.rename(machine.folder / "away")
+        assert (client.start().status, client.unlock().status) == (500, 500)
+        assert client.status()["start"]["phase"] == "booting"
+        away.rename(key)
+        machine.ask(f"{GO}; disk root", "x")
         with ThreadPoolExecutor(8) as pool:
             begun = [pool.submit(client.start, "x") for _ in range(8)]
         assert sorted(each.result().status for each in begun) == [200] + 7 * [409]
-        assert wait_until(client, "booting") == "unlocked: Unlocked: second."
-        assert initrd.received() == [b"f", b"x"]
+        machine.folder.joinpath("go").touch()
+        assert wait_until(client, "booting")["outcome"] == "unlocked"
+        assert machine.received() == [b"x"]
+        began = time.monotonic()
+        assert started.stop() == 0
+        assert time.monotonic() < began + 20  # the first watch has ended, too
 
 
-# ---- Cancelling ----------------------------------------------------------------------
+OFF = waker.PortStates(waker.PortState.SILENT, waker.PortState.SILENT)
+LOCKED = OFF._replace(initrd=waker.PortState.OPEN)
+UP = OFF._replace(system=waker.PortState.OPEN)
 
 
-def test_a_cancel_changes_no_verdict(tmp_path: Path) -> None:
-    """The passphrase was sent already."""
-    with starting(tmp_path, Disks({"d": "another"}, slow=1)) as (client, initrd):
-        wait_for(lambda: initrd.received() == [RIGHT])
-        ended = cancel(client, "failed")
-        assert ended == "wrong_passphrase: Wrong passphrase for disk d."
-        assert initrd.received() == [RIGHT]
-        answer = client.call("DELETE", "/api/start")
-        assert (answer.status, answer.error) == (409, "No start is running")
+def starter_of(machine: Machine, look: Callable[[], waker.PortStates]) -> waker.Starter:
+    """Return a starter in this process, which finds what a test wants."""
+
+    class Scripted(waker.Watcher):
+        def check(self, now: float) -> waker.PortStates:
+            return look()
+
+    config, unlocker = unlocker_of(machine)
+    return waker.Starter(config, Scripted(config), unlocker)
 
 
-def test_sigterm_cancels_a_start_and_the_log_has_each_step(tmp_path: Path) -> None:
-    with paramiko_server(tmp_path, Disks(ONE)) as initrd:
-        with daemon(settings_of(initrd)) as started:
-            start(started.client.log_in(), "booting")
-            assert cancel(started.client) == "unlocked: Unlocked: d."
-            Disks(ONE, mute=True).save(initrd.state)
-            started.client.start()
-            child = wait_for_child(started.process.pid)
-            began = time.monotonic()
-            assert started.stop() == 0
-            assert time.monotonic() < began + 5  # the initrd would hang for 60
-            assert not Path(f"/proc/{child}").exists()
-    assert initrd.received() == []
-    # A request is logged after its start has begun, so these lines may change places.
-    assert sorted(started.log[2:]) == [
-        "ip=127.0.0.1 Cancelling; the status shows the result",
-        *["ip=127.0.0.1 Started; the status shows progress"] * 2,
-        "start: booting: Unlocked: d.",
-        "start: cancelled: Unlocked: d.",
-        f"start: cancelled: cancelled. {NOT_SENT}",
-        *["start: unlocking: Connecting to the initrd"] * 2,
-        "stopping",
-    ]
+def begin(starter: waker.Starter, ago: float = 0) -> None:
+    starter.begin(waker.Passphrase(PASSPHRASE), time.monotonic() - ago)
 
 
-def test_after_sigterm_nothing_starts(tmp_path: Path) -> None:
-    """Not even what had been asked for before: here, the key's file is slow."""
-    with paramiko_server(tmp_path, Disks(ONE)) as initrd, ThreadPoolExecutor() as pool:
-        with daemon(settings_of(initrd)) as started:
-            client, log = started.client.log_in(), started.process.stderr
-            start(client, "booting")
-            Disks(ONE).save(initrd.state)
-            key = initrd.ssh_key.rename(tmp_path / "key")
-            os.mkfifo(initrd.ssh_key, 0o600)
-            answer = pool.submit(client.start)
-            pipe = open_for_reader(initrd.ssh_key)
-            key.rename(initrd.ssh_key)
-            started.process.terminate()
-            assert log
-            wait_for(log.readline, lambda line: line.startswith("start: cancelled"))
-            os.write(pipe, initrd.ssh_key.read_bytes())
-            os.close(pipe)
-            assert started.process.wait(60) == 0
-    assert (answer.result().status, answer.result().error) == (503, "waker is stopping")
-    assert initrd.received() == []
+def members(starter: waker.Starter) -> Any:
+    """Return what the status says of the starts."""
+    return starter.members(time.monotonic(), OFF)
 
 
-def open_for_reader(pipe: Path) -> int:
-    """Open a named pipe for writing, once somebody reads it."""
+def test_a_watch_that_was_replaced_changes_nothing(machine: Machine) -> None:
+    """Even if it sees the system only a moment later."""
+    machine.ask()
+    watches: list[threading.Thread] = []
+    may_end = threading.Event()
+    states = [LOCKED, UP, LOCKED]
 
-    def attempt() -> int:
-        with contextlib.suppress(OSError):
-            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-        return 0
+    def look() -> waker.PortStates:
+        """The second check finds the system up, but only when the test wants."""
+        state = states.pop(0)
+        if state is UP:
+            watches.append(threading.current_thread())
+            may_end.wait(60)  # seconds
+        return state
 
-    return wait_for(attempt)
+    starter = starter_of(machine, look)
+    begin(starter)
+    (watch,) = wait_for(lambda: watches)
+    starter.unlock(waker.Passphrase("x"), time.monotonic())
+    replaced = members(starter)
+    assert replaced["start"]["phase"] == "cancelled"
+    may_end.set()
+    watch.join()
+    assert members(starter) == replaced
 
 
-def test_a_child_sends_nothing_once_its_daemon_has_died(tmp_path: Path) -> None:
-    go, given = tmp_path / "go", tmp_path / "given"
-    script = f"#!/bin/sh\ntouch {go}.waits\nuntil [ -e {go} ]; do sleep 0.1; done\n"
-    script += f"echo Please unlock disk d\ncat >{given}\n"
-    with dropbear(tmp_path, Disks(ONE)) as initrd:
-        initrd.command.write_text(script)
-        with daemon(settings_of(initrd)) as started:
-            started.client.log_in().start()
-            wait_for(Path(f"{go}.waits").exists)
-            started.process.kill()
-            assert started.process.wait(60) == -signal.SIGKILL
-            go.touch()
-            assert started.process.stderr
-            log = started.process.stderr.read()  # until the child has ended, too
-        wait_for(given.exists)
-    assert given.read_bytes() == b""
-    assert "start: unlocking" in log
-    assert "bug:" not in log
+# ---- Usual time, and failures of the box ---------------------------------------------
+
+
+def test_the_usual_time_is_the_median_of_the_last_five(machine: Machine) -> None:
+    """One that sent no packet, or found no system, does not count."""
+    machine.make_keys()
+    idle = threading.active_count()
+    states: list[waker.PortStates] = []
+    starter = starter_of(machine, lambda: states.pop(0))
+    seen = []
+    for ago, found in (
+        (300, [UP]),
+        (900, [OFF] * 9),
+        *((ago, [OFF, UP]) for ago in (600, 500, 10, 550, 510, 20)),
+    ):
+        states[:] = found
+        begin(starter, ago)
+        if UP not in found:
+            starter.cancel()
+        wait_for(lambda: threading.active_count() <= idle)  # it has ended
+        seen.append((members(starter)["usual_seconds"] or 0) // 10)
+    assert seen == [0, 0, 60, 60, 50, 55, 51, 50]
+
+
+def test_a_bug_ends_a_start_and_the_next_may_begin(machine: Machine) -> None:
+    """The passphrase may have been sent. One that gets no thread has not begun."""
+    machine.make_keys()
+    starter = starter_of(machine, [OFF].pop)  # there is nothing to find a second time
+    with no_threads(), pytest.raises(waker.Fault) as fault:
+        begin(starter)
+    assert fault.value.status == 503
+    assert members(starter)["start"] is None
+    begin(starter)
+    start = wait_for(lambda: members(starter)["start"], lambda now: now["outcome"])
+    assert (start["phase"], start["outcome"]) == ("failed", "error")
+    assert start["sent"]
+    assert re.search("bug: IndexError.*may have been sent", start["message"])
+    begin(starter)
+    wait_for(lambda: members(starter)["start"]["phase"] == "failed")
