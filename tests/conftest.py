@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,29 +89,49 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     report = yield
-    is_expected = hasattr(report, "wasxfail")  # a failure, which pytest calls skipped
-    if report.skipped and not is_expected and item.config.getoption("--no-skip"):
+    if report.skipped and item.config.getoption("--no-skip"):
         report.outcome = "failed"
         report.longrepr = f"skipped, but no test may be: {report.longrepr}"
     return report
 
 
-def need(program: str) -> str:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what was not run, why, and what would change that."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in skipped
+    )
+    if not reasons:
+        return
+    missing = [found[1] for why in reasons if (found := re.search(INSTALL, why))]
+    test = "make test" if NO_ROOT not in reasons else "sudo make test"
+    install = f"sudo apt install {' '.join(sorted({*missing}))} && " if missing else ""
+    why = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+    terminalreporter.write_line(f"Not run: {len(skipped)} tests.")
+    terminalreporter.write_line(f"Why: {why}.")
+    terminalreporter.write_line(f"To run them: {install}{test}")
+
+
+INSTALL = r"\(package (.+)\)"
+NO_ROOT = "need root, because this system gives others no namespaces"
+
+
+def need(program: str, *other_names: str) -> str:
     """Return a program's path, or skip and name the package to install."""
-    found = shutil.which(program, path=os.environ["PATH"] + ":/usr/sbin:/sbin")
-    if not found:
-        package = PACKAGES.get(program, program)
-        pytest.skip(f"apt install {package}: {program} is missing")
-    return found
+    path = os.environ["PATH"] + ":/usr/sbin:/sbin"
+    for name in (program, *other_names):
+        if found := shutil.which(name, path=path):
+            return found
+    pytest.skip(f"need {program} (package {PACKAGES.get(program, program)})")
 
 
 def need_root() -> None:
     """Skip without root, or where root may make no namespaces, as in a chroot."""
     if os.geteuid():
-        pytest.skip("needs root, for namespaces of its own")
+        pytest.skip(NO_ROOT)
     probe = [need("unshare"), "--mount", "--net", "true"]
     if subprocess.run(probe, capture_output=True, check=False).returncode:
-        pytest.skip("no namespaces can be made here")
+        pytest.skip("need namespaces, which nobody can make here")
 
 
 def wait_for(

@@ -135,7 +135,7 @@ def drive(driver: str, env: dict[str, str], log: Path) -> Iterator[WebKit]:
 def webkit(folder: Path, *, dark: bool = False) -> Iterator[Engine]:
     driver = need("WebKitWebDriver")
     if not Path("/usr/lib/python3/dist-packages/gi").exists():
-        pytest.skip("apt install python3-gi gir1.2-webkit2-4.1: gi is missing")
+        pytest.skip("need gi (package python3-gi gir1.2-webkit2-4.1)")
     log = folder / "console"
     with screen(folder) as env:
         env |= {
