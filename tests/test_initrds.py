@@ -36,20 +36,11 @@ HELPER = "/usr/lib/systemd/systemd-reply-password"
 ROOT = {"root": "x"}
 HOME = {"root": "x", "home": "y"}
 BOTH = {"root": "x", "home": "x"}
-UNLOCKED = "unlocked: Unlocked: "
-WRONG = "wrong_passphrase: Wrong passphrase for disk "
-CAREFUL = r".*\. Be careful: after another wrong passphrase, systemd may give up"
-RESTART = "gave_up: the server stopped asking and must be restarted. The passphrase was"
-GIVES_UP = f"{RESTART} sent"
-GAVE_UP = f"{RESTART} not sent"
-UNCONFIRMED = (
-    "not_confirmed: Not confirmed: the passphrase was sent, but the initrd did"
-)
-IDLE = "not_asked: the initrd is not ready yet"
-OPEN = "already_open: all disks seem to be open"
-UP = "up: the system is already up"
-MISSING = "error: the initrd reports: {} is missing from the initrd. The passphrase was"
-OLD = "error: the initrd's unlock script is waker 2's.* The passphrase was not sent"
+UNLOCKED = "unlocked: .* "
+WRONG = "wrong_passphrase: .* disk "
+CAREFUL = ".* Be careful: after another"
+GIVES_UP, GAVE_UP = "gave_up: .* was sent", "gave_up: .* not sent"
+MISSING = "error: .* {} is missing from the initrd.* not sent"
 # The disk's own process may ask for a TPM's PIN.
 PIN = """
 echo 0::/system.slice/systemd-cryptsetup@root.service >FOLDER/cgroup
@@ -128,117 +119,98 @@ def systemd(  # noqa: PLR0913 - most tests want one or two of them
         yield initrd.settings()
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        (
-            {"luks-1a": ODD_PASSPHRASE},
-            {},
-            {ODD_PASSPHRASE: f"{UNLOCKED}luks-1a."},
-            [f"luks-1a {ODD_PASSPHRASE}"],
-        ),
-        ({"Дом": "x"}, {}, {"y": f"{WRONG}Дом{CAREFUL}", "x": f"{UNLOCKED}Дом."}, None),
-        (BOTH, {"until": "opened/root"}, {"x": f"{UNLOCKED}root, home"}, None),
-        # A data disk that asks first does not keep the root disk waiting.
-        (
-            *(HOME, {"then": HOME_FIRST}),
-            {"x": f"{WRONG}home; unlocked: root", "y": f"{UNLOCKED}home."},
-            ["root x", "home x", "home y"],
-        ),
-        (
-            *(HOME, {"setup": "rm /etc/crypttab", "then": HOME_FIRST}),
-            {"y": f"{WRONG}root; unlocked: home"},
-            ["home y", "root y"],
-        ),
-        (
-            *(ROOT, {}, {"1": f"{WRONG}root{CAREFUL}", "2": WRONG, "3": GIVES_UP}),
-            ["root 1", "root 2", "root 3"],
-        ),
-        (ROOT, {"options": ",tries=1"}, {"1": GIVES_UP, "x": GAVE_UP}, ["root 1"]),
-        (
-            *(ROOT, {"options": ",tries=0"}),
-            {"1": rf"{WRONG}root\.$", "2": WRONG, "3": WRONG, "x": UNLOCKED},
-            ["root 1", "root 2", "root 3", "root x"],
-        ),
-        ({}, {"setup": OPENED}, {"x": OPEN}, []),
-        (
-            *({}, {"setup": f"{OPENED}; {FAILED}"}),
-            {"x": "error: .*: a disk is open, and systemd gave up on another."},
-            [],
-        ),
-        (ROOT, {"setup": "rm /etc/initrd-release"}, {"x": UP}, []),
-        (
-            *(ROOT, {"setup": f"mount --bind /dev/null {HELPER}"}),
-            {"x": MISSING.format(HELPER)},
-            [],
-        ),
-        (
-            *(ROOT, {"command": f"env PATH=/nowhere /bin/dash {SCRIPT}"}),
-            {"x": MISSING.format("systemctl")},
-            [],
-        ),
-        # Another disk has failed before.
-        (
-            *(BOTH, {"setup": FAILED, "until": "opened/root"}),
-            {"1": f"{WRONG}root", "x": f"{UNLOCKED}root, home."},
-            ["root 1", "root x", "home x"],
-        ),
-        # The server may boot without the second disk.
-        (
-            *(HOME, {"options": ",tries=1"}),
-            {"x": "not_confirmed: .* gave up on disk home; unlocked: root"},
-            ["root x", "home x"],
-        ),
-        (
-            *(ROOT, {"setup": PIN}),
-            {"1": f"{WRONG}root", "x": f"{UNLOCKED}root."},
-            ["root 1", "root x"],
-        ),
-        ({}, {"setup": f"{OPENED}; {WAITING}{PIN}"}, {"x": IDLE}, []),
-        ({}, {"setup": STRAY}, {"x": "error: .*: process [0-9]+ asks, but is in"}, []),
-        (ROOT, {"then": VANISHING}, {"x": f"{UNLOCKED}root."}, ["root x"]),
-        (
-            *(ROOT, {"setup": "export HIERARCHY=1:name=systemd"}),
-            {"x": f"{UNLOCKED}root."},
-            ["root x"],
-        ),
-        (ROOT, {"command": f"sh {INITRDS}/unlock-2.1.sh"}, {"x": OLD}, []),
-    ],
-    ids=[
-        *("odd", "not ASCII", "later", "root first", "no crypttab", "gives up"),
-        *("one try", "any tries", "open", "open and failed", "booted", "no helper"),
-        *("no systemctl", "one failed", "one fails", "PIN and disk", "PIN and waiting"),
-        *("no unit", "vanishing", "cgroup v1", "script of 2.1"),
-    ],
-)
+CASES = {
+    # A data disk that asks first does not keep the root disk waiting.
+    "root disk first": (
+        *(HOME, {"then": HOME_FIRST}),
+        {"x": f"{WRONG}home; unlocked: root", "y": f"{UNLOCKED}home."},
+        ["root x", "home x", "home y"],
+    ),
+    "no crypttab": (
+        *(HOME, {"setup": "rm /etc/crypttab", "then": HOME_FIRST}),
+        {"y": f"{WRONG}root; unlocked: home"},
+        ["home y", "root y"],
+    ),
+    "gives up": (
+        *(ROOT, {}),
+        {
+            "1": f"{WRONG}root{CAREFUL}",
+            "2": WRONG,
+            "3": GIVES_UP,
+            "x": GAVE_UP,
+        },
+        ["root 1", "root 2", "root 3"],
+    ),
+    "any number of tries": (
+        *(ROOT, {"options": ",tries=0"}),
+        {"1": rf"{WRONG}root\.$", "2": WRONG, "3": WRONG, "x": UNLOCKED},
+        ["root 1", "root 2", "root 3", "root x"],
+    ),
+    "another had failed": (
+        *(BOTH, {"setup": FAILED, "until": "opened/root"}),
+        {"1": f"{WRONG}root", "x": f"{UNLOCKED}root, home."},
+        ["root 1", "root x", "home x"],
+    ),
+    "every disk open": ({}, {"setup": OPENED}, {"x": "already_open: "}, []),
+    "one open, one failed": (
+        *({}, {"setup": f"{OPENED}; {FAILED}"}),
+        {"x": "error: .* is open, and systemd gave up on another"},
+        [],
+    ),
+    "PIN and passphrase asked for": (
+        *(ROOT, {"setup": PIN}),
+        {"1": f"{WRONG}root", "x": f"{UNLOCKED}root."},
+        ["root 1", "root x"],
+    ),
+    "only a PIN asked for": (
+        *({}, {"setup": f"{OPENED}; {WAITING}{PIN}"}),
+        *({"x": "not_asked: .* not sent"}, []),
+    ),
+    "asked for by another process": (
+        *({}, {"setup": STRAY}),
+        *({"x": "error: .*: process [0-9]+ asks, .* not sent"}, []),
+    ),
+    "booted": (ROOT, {"setup": "rm /etc/initrd-release"}, {"x": "up: "}, []),
+    "no helper": (
+        *(ROOT, {"setup": f"mount --bind /dev/null {HELPER}"}),
+        *({"x": MISSING.format(HELPER)}, []),
+    ),
+    "no systemctl": (
+        *(ROOT, {"command": f"env PATH=/nowhere /bin/dash {SCRIPT}"}),
+        *({"x": MISSING.format("systemctl")}, []),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=[*CASES])
 def test_each_outcome_of_a_systemd_initrd_is_reported(
     tmp_path: Path, case: Any
 ) -> None:
+    """And each disk is given what is meant for it, and nothing else."""
     keys, options, expected, tried = case
     with systemd(tmp_path, keys, **options) as settings:
         for passphrase, pattern in expected.items():
             message = unlock(settings, passphrase)
             assert re.match(pattern, message), (passphrase, message)
-        lines = (tmp_path / "tried").read_text().splitlines()
-        assert tried in (None, lines)
+        assert (tmp_path / "tried").read_text().splitlines() == tried
 
 
-@pytest.mark.parametrize(
-    "shell", ["busybox sh", "bash --posix", "env BASH_ENV={} bash"]
-)
-def test_the_script_needs_no_particular_shell(tmp_path: Path, shell: str) -> None:
-    """In the last one, printf is an external program, as in some shells."""
-    for program in ("busybox", "bash"):
-        need(program)
-    (tmp_path / "bashrc").write_text("enable -n printf")
+@pytest.mark.parametrize("shell", ["dash", "busybox sh", "bash --posix"])
+def test_any_passphrase_reaches_its_disk_by_any_shell(
+    tmp_path: Path, shell: str
+) -> None:
+    """Even while other prompts come and go."""
+    need(shell.partition(" ")[0])
     keys = {"Дом-1": ODD_PASSPHRASE, "data": "y"}
-    command = f"{shell.format(tmp_path / 'bashrc')} {SCRIPT}"
+    command = f"{shell} {SCRIPT}"
     with systemd(tmp_path, keys, then=VANISHING, command=command) as settings:
         message = unlock(settings, "wrong")
         assert re.match(f"{WRONG}Дом-1{CAREFUL}", message)
         message = unlock(settings, ODD_PASSPHRASE)
         assert re.match(f"{WRONG}data; unlocked: Дом-1{CAREFUL}", message)
-        assert unlock(settings, "y") == f"{UNLOCKED}data."
+        assert re.match(f"{UNLOCKED}data", unlock(settings, "y"))
+        tried = (tmp_path / "tried").read_text().splitlines()
+    assert tried[:2] == ["Дом-1 wrong", f"Дом-1 {ODD_PASSPHRASE}"]
 
 
 @pytest.mark.parametrize("event", ["console", "silent"])
@@ -258,7 +230,7 @@ def test_a_disk_is_not_called_unlocked_without_its_word(
             if event == "console":
                 wait_for(opened)
             result = json.loads(child.finish()[0].splitlines()[-1])
-        assert "{outcome}: {message}".format(**result).startswith(UNCONFIRMED)
+        assert (result["outcome"], result["sent"]) == ("not_confirmed", True)
         assert (tmp_path / "tried").read_text() == "root x\n"
         wait_for(opened)
 
