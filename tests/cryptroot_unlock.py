@@ -1,8 +1,8 @@
 """Debian's `cryptroot-unlock`, as it behaves on a connection without a terminal.
 
 Texts, exit statuses and their order are those of cryptsetup-initramfs 2.6.1, but it
-does not wait. A JSON file has the disks and how it behaves, so that the homelab can
-call it and a real SSH server can run it:
+does not wait. A JSON file has the disks, so that the homelab can call it and a real SSH
+server can run it:
 
     python3 cryptroot_unlock.py STATE.json
 
@@ -23,14 +23,9 @@ class Disks:
     """What the initrd has to unlock, and how it behaves."""
 
     locked: dict[str, str]  # name: passphrase, in the order in which they ask
-    early: bool = False  # the scripts of the initrd have not begun
-    idle: bool = False  # nothing asks
     mute: bool = False  # the command hangs before it asks
     lingers: bool = False  # the command takes its time to end
     slow: float = 0  # seconds that a key derivation takes
-    wordless: bool = False  # the command says nothing of the answer
-    # It loses power `before` it asks, or `after`; or it `hangs up` after the answer.
-    dies: str = ""
     received: list[str] = field(default_factory=list)  # every answer, in hex
 
     @classmethod
@@ -44,24 +39,15 @@ class Disks:
 
 
 def cryptroot_unlock(
-    path: Path,
-    read: Callable[[], bytes],
-    say: Callable[[str], None],
-    die: Callable[[str], object] = sys.exit,
+    path: Path, read: Callable[[], bytes], say: Callable[[str], None]
 ) -> int:
     """Run once; returns the exit status."""
     disks = Disks.load(path)
-    if disks.early or disks.idle:
-        idle = "Error: Timeout reached while waiting for askpass.\n"
-        say(idle if disks.idle else "Try again later\n")
-        return 1
     if not disks.locked:
         return 0
     if disks.mute:
         read()
         return 1
-    if disks.dies == "before":
-        die(disks.dies)
     name, passphrase = next(iter(disks.locked.items()))
     say(f"Please unlock disk {name}\n")
     given = read()
@@ -69,16 +55,11 @@ def cryptroot_unlock(
     disks.save(path)
     time.sleep(disks.slow)
     text, status = "cryptsetup: cryptsetup failed, bad password or options?\n", 1
-    if len(disks.received) % 3 == 0:
-        text = f"cryptsetup: maximum number of tries exceeded for {name}\n"
     if given == passphrase.encode():
         del disks.locked[name]
         disks.save(path)
         text, status = f"cryptsetup: {name} set up successfully\n", 0
-    if disks.dies:
-        die(disks.dies)
-    if not disks.wordless:
-        say(text)
+    say(text)
     if disks.lingers:
         time.sleep(0.5)
     return status

@@ -66,26 +66,20 @@ class Blackhole:
 
 @dataclass
 class Session(paramiko.ServerInterface):
-    """One SSH connection: who may log in, and what a command does.
-
-    It takes one command at a time: even dropbear may refuse one while another ends.
-    """
+    """One SSH connection: who may log in, and what a command does."""
 
     server: "SshServer"
-    channel: paramiko.Channel | None = None
 
     def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
         known = (username, public_line(key)) == ("root", self.server.authorized)
         return common.AUTH_SUCCESSFUL if known else common.AUTH_FAILED
 
     def check_channel_request(self, kind: str, chanid: int) -> int:
-        busy = self.channel and not self.channel.eof_sent
-        return common.OPEN_FAILED_RESOURCE_SHORTAGE if busy else common.OPEN_SUCCEEDED
+        return common.OPEN_SUCCEEDED
 
     def check_channel_exec_request(
         self, channel: paramiko.Channel, command: bytes
     ) -> bool:
-        self.channel = channel
         run, arguments = self.server.run, (channel, command)
         Thread(target=run, args=arguments, daemon=True).start()
         return True
@@ -110,8 +104,7 @@ class SshServer:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # closed
             while True:
-                connection, _ = self.listener.accept()
-                transport = paramiko.Transport(connection)
+                transport = paramiko.Transport(self.listener.accept()[0])
                 transport.local_version = self.ident
                 transport.add_server_key(self.host_key)
                 self._transports.append(transport)
@@ -123,23 +116,14 @@ class SshServer:
         status = 127  # there is no such command
         with contextlib.suppress(OSError, EOFError):  # the client has gone
             if self.state and command == b"cryptroot-unlock":
+                read = channel.makefile("rb").read
                 status = cryptroot_unlock(
-                    self.state,
-                    channel.makefile("rb").read,
-                    lambda text: channel.sendall(text.encode()),
-                    lambda how: self._die(channel, how),
+                    self.state, read, lambda text: channel.sendall(text.encode())
                 )
             channel.send_exit_status(status)
             channel.shutdown_write()  # to close might overtake "the command has begun"
             if self.state and not Disks.load(self.state).locked:
                 self.ended.set()
-
-    def _die(self, channel: paramiko.Channel, how: str) -> None:
-        channel.get_transport().close()
-        if how != "hangs up":
-            self.close()
-            self.ended.set()
-        raise EOFError
 
     def close(self) -> None:
         """Hang up on everybody."""
@@ -168,8 +152,8 @@ class Homelab:
         client_key.write_private_key_file(str(self.ssh_key))
         self._authorized = public_line(client_key)
         self.host_key = public_line(self._initrd_key)
-        self.packets: list[bytes] = []  # all that were heard
         self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._udp.settimeout(0.05)
         self._udp.bind(("", self.packet_port))  # an address would exclude broadcasts
         self.packet_port = int(self._udp.getsockname()[1])
         # Each port stays taken from end to end, whoever listens on it in between.
@@ -177,11 +161,9 @@ class Homelab:
         ports = [int(taken.getsockname()[1]) for taken in self._taken]
         self.initrd_port, self.system_port = ports
         self.phase = ""
-        self._woken, self._power_cut, self._closed = Event(), Event(), Event()
-        parts = self._hear, self._live
-        self._threads = [Thread(target=part, daemon=True) for part in parts]
-        for thread in self._threads:
-            thread.start()
+        self._power_cut, self._closed = Event(), Event()
+        self._thread = Thread(target=self._live, daemon=True)
+        self._thread.start()
         self.wait_for("off")
 
     def settings(self) -> dict[str, str]:
@@ -210,27 +192,27 @@ class Homelab:
             if self.phase != "off":
                 self._power_cut.set()
 
-    def _hear(self) -> None:
-        wanted = b"\xff" * 6 + bytes.fromhex(self.mac.replace(":", "")) * 16
-        self._udp.settimeout(0.05)
-        while not self._closed.is_set():
-            with contextlib.suppress(TimeoutError):
-                self.packets.append(self._udp.recv(2048))
-                if self.packets[-1] == wanted:
-                    self._woken.set()
-
     def _live(self) -> None:
         while not self._closed.is_set():
             self.disks.save(self.state)
             ports = self.initrd_port, self.system_port
             holes = [Blackhole(self.address, port) for port in ports]
             self.phase = "off"
-            self._woken.wait()
+            self._wait_for_packet()
             for hole in holes:
                 hole.close()
             self._run()
             self._power_cut.clear()
-            self._woken.clear()  # what came while it was awake wakes nobody later
+            with contextlib.suppress(TimeoutError):
+                while True:  # what came while it was awake wakes nobody later
+                    self._udp.recv(2048)
+
+    def _wait_for_packet(self) -> None:
+        wanted = b"\xff" * 6 + bytes.fromhex(self.mac.replace(":", "")) * 16
+        while not self._closed.is_set():
+            with contextlib.suppress(TimeoutError):
+                if self._udp.recv(2048) == wanted:
+                    return
 
     def _run(self) -> None:
         """Boot, wait for the passphrase, boot on, and be up until the power is cut."""
@@ -253,10 +235,9 @@ class Homelab:
 
     def close(self) -> None:
         """Take the machine away."""
-        for event in (self._closed, self._power_cut, self._woken):
-            event.set()
-        for thread in self._threads:
-            thread.join()
+        self._closed.set()
+        self._power_cut.set()
+        self._thread.join()
         for taken in [self._udp, *self._taken]:
             taken.close()
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import CHECKOUT, MACHINE, PASSPHRASE, PIN, Client, blocks, daemon, need
-from homelab import Homelab
+from conftest import CHECKOUT, MACHINE, PASSPHRASE, PIN, blocks, daemon, need
+from machine import CLOSED, OPEN, Machine
 
 import waker
 
@@ -19,6 +19,39 @@ FILES = [CHECKOUT / "README.md", *CHECKOUT.glob("docs/*.md")]
 PAGES = {path: path.read_text() for path in FILES}
 README, API = PAGES[FILES[0]], PAGES[CHECKOUT / "docs/api.md"]
 INTEGRATIONS = "docs/integrations.md"
+
+
+def mistakes(file: Path) -> list[str]:
+    """Return the names of the settings in a file that are wrong or missing."""
+    with pytest.raises(waker.ConfigError) as error:
+        waker.read_config(waker.read_env_file(file), file.parent)
+    return re.findall("(?m)^WAKER_[A-Z_]+", str(error.value))
+
+
+def test_the_quick_start_settings_are_valid(machine: Machine) -> None:
+    machine.make_keys()
+    file = machine.folder / "waker.env"
+    lines = blocks("README.md", "**4. Box")[0]
+    file.write_text(lines)
+    assert mistakes(file) == ["WAKER_SSH_HOST_KEY", "WAKER_PIN"]  # to be filled in
+    right = lines.replace("ssh-ed25519 AAAA…", machine.host_key)
+    file.write_text(right.replace("WAKER_PIN=…", f"WAKER_PIN={PIN}"))
+    assert waker.read_config(waker.read_env_file(file), file.parent).host_keys
+
+
+def test_the_table_and_the_example_show_every_default() -> None:
+    defaults = dict(re.findall(r"(?m)^\| `(WAKER.*?)` \| (.*?) \| .+ \|$", README))
+    example = CHECKOUT / "waker.env.example"
+    shown = dict(re.findall("(?m)^#?(WAKER_[A-Z_]+)=(.*)", example.read_text()))
+    named = set(re.findall(r"WAKER_[A-Z_]*[A-Z]", "".join(PAGES.values())))
+    assert defaults.keys() == shown.keys() == named
+    assert named == {name for name, *_ in waker.SETTINGS}
+    for name, default, *_ in waker.SETTINGS:
+        if default:
+            assert (defaults[name], shown[name]) == (f"`{default}`", default)
+    required = ["WAKER_HOMELAB_HOST", "WAKER_HOMELAB_MAC", "WAKER_PIN"]
+    assert mistakes(example) == required
+    assert sorted(waker.read_env_file(example)) == required  # the rest is commented out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -32,37 +65,6 @@ def test_each_link_leads_somewhere(page: Path) -> None:
         assert anchor in [line.replace(" ", "-") for line in anchors], link
 
 
-def test_the_table_and_the_example_show_every_default(tmp_path: Path) -> None:
-    rows = re.findall(r"(?m)^\| (`WAKER.*?) \| (.*?) \| .+ \|$", README)
-    defaults = {name: value for names, value in rows for name in names.split(", ")}
-    example = CHECKOUT / "waker.env.example"
-    shown = dict(re.findall("(?m)^#?(WAKER_[A-Z_]+)=(.*)", example.read_text()))
-    named = set(re.findall(r"WAKER_[A-Z_]*[A-Z]", "".join(PAGES.values())))
-    assert named == shown.keys() == {name for name, *_ in waker.SETTINGS}
-    assert defaults.keys() == {f"`{name}`" for name in named}
-    for name, default, *_ in waker.SETTINGS:
-        if default:
-            assert (defaults[f"`{name}`"], shown[name]) == (f"`{default}`", default)
-    with pytest.raises(waker.ConfigError) as faults:
-        waker.read_config(waker.read_env_file(example), tmp_path)
-    required = re.findall("(?m)^WAKER_[A-Z_]+", str(faults.value))
-    assert required == ["WAKER_HOMELAB_HOST", "WAKER_HOMELAB_MAC", "WAKER_PIN"]
-    assert sorted(waker.read_env_file(example)) == required  # the rest is commented out
-
-
-def test_the_quick_start_settings_are_valid(lab: Homelab) -> None:
-    file = lab.state.with_name("waker.env")
-    lines = blocks("README.md", "**4. Box")[0]
-    file.write_text(lines)
-    with pytest.raises(waker.ConfigError) as faults:  # two values are to be filled in
-        waker.read_config(waker.read_env_file(file), file.parent)
-    named = re.findall("(?m)^WAKER_[A-Z_]+", str(faults.value))
-    assert named == ["WAKER_SSH_HOST_KEY", "WAKER_PIN"]
-    right = lines.replace("ssh-ed25519 AAAA…", lab.host_key)
-    file.write_text(right.replace("WAKER_PIN=…", f"WAKER_PIN={PIN}"))
-    assert waker.read_config(waker.read_env_file(file), file.parent).host_keys
-
-
 def test_the_messages_they_explain_are_in_the_program() -> None:
     rows = README.split("| what you see |")[1].split("\n\n")[0]
     step = README.split("**7. ")[1].split("\n\n")[0]
@@ -72,41 +74,41 @@ def test_the_messages_they_explain_are_in_the_program() -> None:
     assert [message for message in messages if message not in program] == []
     page = CHECKOUT.joinpath("ui.html").read_text()
     assert [text for text in re.findall('"(.*?)"', rows) if text not in page] == []
-    api = yaml.safe_load(CHECKOUT.joinpath("tests/openapi.yaml").read_text())
-    start = api["components"]["schemas"]["Start"]["properties"]
     words = set(re.findall("`([a-z_]+)`", API.split("`start` has")[1].split("## ")[0]))
-    assert words >= {*start["phase"]["enum"], *start["outcome"]["enum"]} - {None}
+    assert words >= {phase.value for phase in waker.Phase} | waker.OUTCOMES.keys()
 
 
-def test_the_curl_lines_do_what_they_say(api: Client, lab: Homelab) -> None:
+def test_the_curl_lines_do_what_they_say(machine: Machine) -> None:
     need("curl")
     need("jq")
-    lab.close()  # or the start could end before it is cancelled
+    machine.make_keys()
     script = "\n".join(blocks("docs/api.md", "## A session"))
-    script = script.replace("ADDRESS-OF-THE-BOX:8080", f"127.0.0.1:{api.port}")
-    typed = f"{PIN}\n{PASSPHRASE}\n"
-    command = [need("bash"), "-ec", script]
-    printed = subprocess.check_output(command, input=typed, text=True)
-    answers = ["Started", "waking", "Cancelling", "Magic packet"]
-    places = [printed.index(f'": "{answer}') for answer in answers]
-    assert places == sorted(places)
+    with machine.waker() as started:
+        box = f"127.0.0.1:{started.client.port}"
+        script = script.replace("ADDRESS-OF-THE-BOX:8080", box)
+        printed = subprocess.check_output(
+            [need("bash"), "-ec", script], input=f"{PIN}\n{PASSPHRASE}\n", text=True
+        )
+    assert re.search('(?s)"Started.*"waking.*"Cancelling.*"Magic packet', printed)
 
 
-def test_home_assistant_wakes_and_shows_the_state(api: Client) -> None:
+def test_home_assistant_wakes_and_shows_the_state(machine: Machine) -> None:
     secret, configuration, card = blocks(INTEGRATIONS, "## Home Assistant")
     login = secret.replace("…", PIN).removeprefix("waker_login: ")
     configuration = configuration.replace("!secret waker_login\n", login)
     token = ""
-    for name in ("waker_login", "waker_wake", "waker_status"):
-        config = yaml.safe_load(configuration.replace("{{ token }}", token))
-        command = config["rest_command"][name]
-        method = command.get("method", "get").upper()
-        path = command["url"].removeprefix("http://PI:8080")
-        payload = command.get("payload", "").encode() or None
-        answer = api.call(method, path, payload, command.get("headers"))
-        assert answer.status == 200
-        token = token or answer.json["token"]
-    assert answer.json["state"]
+    with machine.waker() as started:
+        for name in ("waker_login", "waker_wake", "waker_status"):
+            config = yaml.safe_load(configuration.replace("{{ token }}", token))
+            command = config["rest_command"][name]
+            method = command.get("method", "get").upper()
+            path = command["url"].removeprefix("http://PI:8080")
+            payload = command.get("payload", "").encode() or None
+            answer = started.client.call(method, path, payload, command.get("headers"))
+            assert answer.status == 200
+            token = token or answer.json["token"]
+    assert machine.packets()
+    assert answer.json["state"] == "off"
     # A second key `script` or `template` would replace the user's own.
     assert config.keys() == {"rest_command", "script waker", "template waker"}
     (script,) = config["script waker"]
@@ -114,7 +116,7 @@ def test_home_assistant_wakes_and_shows_the_state(api: Client) -> None:
 
 
 def test_the_timer_sends_one_message_when_the_server_waits(
-    lab: Homelab, config: waker.Config, tmp_path: Path
+    machine: Machine, tmp_path: Path
 ) -> None:
     need("curl")
     script, service, timer, *_ = blocks(INTEGRATIONS, "## Get a message")
@@ -132,21 +134,20 @@ def test_the_timer_sends_one_message_when_the_server_waits(
             self.send_response(200 if len(messages) > 1 else 503)  # refuses the first
             self.end_headers()
 
-    lines = [f"{name}={value}\n" for name, value in lab.settings().items()]
+    # The unit does not hand over the key: there is none.
+    lines = [f"{name}={value}\n" for name, value in machine.settings().items()]
     tmp_path.joinpath("waker.env").write_text("".join(lines))
-    lab.ssh_key.unlink()  # the unit does not hand it over
     variables = dict(re.findall("Environment=(.*)=(.*)", service))
     variables["RUNTIME_DIRECTORY"] = "."
     script = f'waker() {{ {sys.executable} {waker.__file__} "$@"; }}\n{script}'
-    waker.wake(config)
-    lab.wait_for("locked")
     with HTTPServer(("127.0.0.1", 0), Ntfy) as ntfy:
         threading.Thread(target=ntfy.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{ntfy.server_port}/topic"
         command = ["sh", "-c", script, "waker-notify", "waker.env", url]
         run = functools.partial(subprocess.call, command, cwd=tmp_path, env=variables)
+        machine.show(OPEN, CLOSED)
         assert (run(), run(), run()) == (22, 0, 0)  # curl's status, and then success
-        lab.close()
+        machine.show(CLOSED, OPEN)
         assert (run(), messages) == (0, ["/topic"] * 2)
         ntfy.shutdown()
     assert not tmp_path.joinpath("told").exists()  # so it sends one the next time
