@@ -262,8 +262,10 @@ def unlock_by_hand(
             wait_for(lambda: ") S " in stat.read_text())  # it reads; before, ^C is lost
             os.write(ours, typed)
         printed, _ = child.communicate(timeout=60)
-    os.write(its, b".")  # so that there is something to read
-    shown = os.read(ours, 4096)
+    os.write(its, b".")  # marks the end of what was shown
+    shown = b""
+    while not shown.endswith(b"."):
+        shown += os.read(ours, 4096)
     os.close(ours)
     os.close(its)
     return child.returncode, printed, shown
