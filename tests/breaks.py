@@ -65,11 +65,12 @@ def find_tokens(text: str, old: str, comment: str) -> slice:
     """Find an expression, however it is written."""
     every = [each for each in re.finditer(f"{comment}|{TOKEN}", text) if each["kept"]]
     wanted = [each["kept"] for each in re.finditer(TOKEN, old)]
-    found = []
-    for first, last in zip(every, every[len(wanted) - 1 :], strict=False):
-        start = every.index(first)
-        if [each["kept"] for each in every[start : start + len(wanted)]] == wanted:
-            found.append(slice(first.start(), last.end()))
+    windows = (every[n : n + len(wanted)] for n in range(len(every)))
+    found = [
+        slice(window[0].start(), window[-1].end())
+        for window in windows
+        if [each["kept"] for each in window] == wanted
+    ]
     return find_only(found, old)
 
 
@@ -96,19 +97,9 @@ def run(row: Break) -> str:
             apply(row, checkout)
         except Stale as stale:
             return f"stale: {stale}"
-        tests = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-qx",
-            "-m",
-            "",
-            "--timeout=120",
-            "tests/",
-        ]
-        tests[-1] += row.tests
+        arguments = shlex.split(f"-qx --timeout=120 -m '' tests/{row.tests}")
         ended = subprocess.run(
-            [*tests[:-1], *shlex.split(tests[-1])],
+            [sys.executable, "-m", "pytest", *arguments],
             cwd=checkout,
             capture_output=True,
             text=True,
@@ -123,6 +114,8 @@ def run(row: Break) -> str:
 
 def main(words: str) -> int:
     rows = [row for row in read_breaks() if words in " ".join(row)]
+    if not rows:
+        sys.exit(f"No break contains {words!r}.")
     results = []
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for row, result in zip(rows, pool.map(run, rows), strict=True):

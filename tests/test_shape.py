@@ -57,6 +57,9 @@ def test_the_routes_are_those_that_are_described() -> None:
         if method != "head"
     }
     assert described == routes
+    start = api["components"]["schemas"]["Start"]["properties"]
+    assert {*start["phase"]["enum"]} == {phase.value for phase in waker.Phase}
+    assert {*start["outcome"]["enum"]} == {*waker.OUTCOMES, None}
     page = CHECKOUT.joinpath("docs/api.md").read_text()
     table = page.split("| request | answer |")[1].split("\n\n")[0]
     assert {*re.findall(r"`([A-Z]+) (/\S*?)`", table)} == {*routes}
