@@ -41,6 +41,7 @@ PACKAGES = {
     "WebKitWebDriver": "webkit2gtk-driver",
     "Xvfb": "xvfb",
     "ab": "apache2-utils",
+    "chromium-headless-shell": "chromium",
     "chroot": "coreutils",
     "cryptsetup": "cryptsetup-bin",
     "dropbear": "dropbear-bin",
@@ -62,6 +63,9 @@ PACKAGES = {
     "true": "coreutils",
     "unshare": "util-linux",
 }
+# Reasons to skip a test. The end of the output counts them.
+INSTALL = r"\(package (.+)\)"
+NO_ROOT = "need root, because this system gives others no namespaces"
 Fields = Mapping[str, str]
 T = TypeVar("T")
 
@@ -110,10 +114,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(f"Not run: {len(skipped)} tests.")
     terminalreporter.write_line(f"Why: {why}.")
     terminalreporter.write_line(f"To run them: {install}{test}")
-
-
-INSTALL = r"\(package (.+)\)"
-NO_ROOT = "need root, because this system gives others no namespaces"
 
 
 def need(program: str, *other_names: str) -> str:

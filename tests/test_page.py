@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import struct
 import subprocess
 import time
@@ -41,6 +40,7 @@ from stage import Phone, after_a_start, before_a_start, during_a_start
 import waker
 
 SOURCE = Path(waker.__file__).with_name("ui.html").read_text()
+CHROMIUM = "chromium", "chromium-browser", "google-chrome-stable", "google-chrome"
 FONTS = CHECKOUT / "tests/browsers/fonts.conf"
 # What the console shows if a request is refused or lost on purpose.
 EXPECTED = re.compile(r"Failed to load resource: (.* (40[019]|429|50[02]) |net::ERR_)")
@@ -50,7 +50,7 @@ expect.set_options(timeout=60_000)
 @pytest.fixture(scope="session")
 def playwright() -> Iterator[Playwright]:
     if not ctypes.util.find_library("atomic"):
-        pytest.skip("apt install libatomic1: Playwright's Node.js needs it")
+        pytest.skip("need libatomic, for Playwright (package libatomic1)")
     with sync_playwright() as started:
         yield started
 
@@ -72,8 +72,7 @@ def launch(playwright: Playwright, program: str) -> Iterator[Browser]:
 @pytest.fixture(scope="session")
 def chromium(playwright: Playwright) -> Iterator[Browser]:
     """Chromium, without its windows and tabs if possible: that is twice as fast."""
-    shell = shutil.which("chromium-headless-shell")
-    with launch(playwright, shell or need("chromium")) as browser:
+    with launch(playwright, need("chromium-headless-shell", *CHROMIUM)) as browser:
         yield browser
 
 
@@ -382,6 +381,18 @@ def test_a_wrong_passphrase_stays_and_can_be_corrected(
     expect(field).not_to_have_attribute("aria-invalid", "true")
     phone.page.keyboard.press("Enter")
     phone.sees("up")
+
+
+def test_what_is_typed_while_a_start_is_sent_is_not_called_wrong(
+    api: Client, phone: Phone
+) -> None:
+    phone.tell("locked").open(api).give_pin().sees("locked").hold("start").start("x")
+    phone.reads("Starting…").type_passphrase("typed meanwhile")
+    phone.tell("locked", "failed", "wrong_passphrase", "Wrong passphrase for x.")
+    phone.release(200, {"message": "Started"}).reads("Wrong passphrase.")
+    field = phone.page.locator("#passphrase")
+    expect(field).to_have_value("typed meanwhile")
+    expect(field).not_to_have_attribute("aria-invalid", "true")
 
 
 def test_an_old_failure_marks_no_field_as_wrong(api: Client, phone: Phone) -> None:
@@ -825,7 +836,7 @@ def test_a_hidden_page_sends_no_requests(
     api: Client, tmp_path: Path, playwright: Playwright
 ) -> None:
     """Without Playwright's defaults, which make every page visible all the time."""
-    command = [need("chromium"), "--headless", "--no-sandbox", "about:blank"]
+    command = [need(*CHROMIUM), "--headless", "--no-sandbox", "about:blank"]
     command += ["--remote-debugging-port=0", f"--user-data-dir={tmp_path}/profile"]
     with contextlib.ExitStack() as stack:
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -957,7 +968,7 @@ def test_password_managers_can_keep_the_two_secrets_apart(
 def test_the_page_can_be_installed_from_a_reverse_proxys_subpath(
     api: Client, playwright: Playwright
 ) -> None:
-    with launch(playwright, need("chromium")) as chromium:
+    with launch(playwright, need(*CHROMIUM)) as chromium:
         page = chromium.new_page()
         page.route("**", lambda route: route.abort())  # what is not below the path
         page.route(
