@@ -7,8 +7,8 @@ VENV := .venv$(PARAMIKO)
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --disable-pip-version-check
 PYTEST_ARGS ?=
-# Some tests need root. An ordinary user is root in namespaces of his own, if the system
-# lets him. The cable there is for Chromium, which is offline without any.
+# Some tests need root. For an ordinary user, all run as root in namespaces, if the system
+# allows that. Chromium would be offline there without the cable, which leads nowhere.
 NAMESPACES := unshare --user --map-root-user --mount --net
 ENTER := $(NAMESPACES) sh -ec 'ip link set lo up; mount -t tmpfs none /run; \
 	ip link add cable type veth peer other; ip address add 192.0.2.1/24 dev cable; \

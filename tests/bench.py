@@ -20,7 +20,16 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from conftest import CHECKOUT, MACHINE, PASSPHRASE, PIN, daemon, environment, need
+from conftest import (
+    CHECKOUT,
+    MACHINE,
+    PASSPHRASE,
+    PIN,
+    daemon,
+    environment,
+    need,
+    wait_for,
+)
 from machine import Machine
 
 Figures = Sequence[float]
@@ -121,8 +130,9 @@ def unlock(machine: Machine, rounds: int) -> Iterator[Row]:
 def count_wakeups(seconds: int) -> int:
     """Count how often the threads of an idle daemon wait for something."""
     with daemon(SETTINGS, program=SERVERS["waker"]) as started:
+        idle = started.uses()
         assert started.client.call("GET", "/").status == 200
-        time.sleep(3)  # until the connection's thread has ended
+        wait_for(started.uses, lambda now: now == idle)
         before = started.count_naps()
         time.sleep(seconds)
         return started.count_naps() - before
