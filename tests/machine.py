@@ -4,6 +4,8 @@ Its initrd is dropbear, which runs a shell script of the test's as `cryptroot-un
 """
 
 import contextlib
+import ctypes
+import fcntl
 import json
 import os
 import re
@@ -12,7 +14,7 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -224,3 +226,37 @@ def wait_until_shown(client: Client, right: Callable[[Any], object]) -> Any:
 
 def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
+
+
+@contextlib.contextmanager
+def slow_to_open(file: Path) -> Iterator[Callable[[], bool]]:
+    """Make whoever opens the file wait. Yields a function: does anybody wait?
+
+    A lease does that: the kernel asks its holder to give it up first, by a signal that
+    is ignored unless there is a handler. Source: fcntl(2).
+    """
+    with file.open("r+b") as leased:
+        set_signal = 10  # F_SETSIG
+        fcntl.fcntl(leased, set_signal, signal.SIGURG)
+        fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        yield lambda: fcntl.fcntl(leased, fcntl.F_GETLEASE) != fcntl.F_WRLCK
+
+
+class Frozen:
+    """Stops some threads of another process, as if it had no processor for them."""
+
+    SEIZE, INTERRUPT, DETACH, ALL = 0x4206, 0x4207, 17, 0x40000000  # ptrace(2), wait(2)
+
+    def __init__(self, threads: Iterable[int]) -> None:
+        self._threads = [*threads]
+        self._trace = ctypes.CDLL(None, use_errno=True).ptrace
+        for request in (self.SEIZE, self.INTERRUPT):
+            for thread in self._threads:
+                if self._trace(request, thread, None, None):
+                    pytest.skip(f"no ptrace here: {os.strerror(ctypes.get_errno())}")
+        for thread in self._threads:
+            os.waitpid(thread, self.ALL)
+
+    def thaw(self) -> None:
+        for thread in self._threads:
+            self._trace(self.DETACH, thread, None, None)

@@ -14,19 +14,24 @@ from typing import Any
 
 import pytest
 from conftest import (
+    GET,
     MACHINE,
     PIN,
+    POST,
     Client,
+    answer_on,
     daemon,
+    knock,
     need,
     need_root,
     new_app,
     no_threads,
+    places,
     running,
     wait_for,
 )
+from machine import Frozen
 from namespaces import hosts, ip
-from test_promises import GET, POST, Frozen, answer_on, knock, places
 
 import waker
 

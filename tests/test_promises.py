@@ -5,9 +5,6 @@ answers, but import nothing from it. Only LIMITS quotes it.
 """
 
 import contextlib
-import ctypes
-import fcntl
-import http.client
 import itertools
 import json
 import os
@@ -19,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -27,18 +24,22 @@ from typing import NamedTuple
 import pytest
 from conftest import (
     CHECKOUT,
+    GET,
     LIMITS,
     MACHINE,
     MODULE,
     PASSPHRASE,
     PIN,
-    Answer,
+    POST,
     Client,
+    answer_on,
     daemon,
     environment,
+    knock,
     make,
     need,
     need_root,
+    places,
     run_waker,
     shortened,
     stepping_clock,
@@ -51,8 +52,10 @@ from machine import (
     MAC,
     OPEN,
     SILENT,
+    Frozen,
     Machine,
     is_gone,
+    slow_to_open,
     wait_until,
     wait_until_shown,
 )
@@ -1250,8 +1253,6 @@ def test_one_port_for_both_is_no_alarm_while_the_system_is_up(
 
 # ---- Hostile clients -----------------------------------------------------------------
 
-GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
-POST = b"POST /api/auth HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 REQUESTS = {
     "garbage": (b"\x16\x03\x01\r\n\r\n", 400),
     "no version": (b"GET /\r\n\r\n", 400),
@@ -1275,23 +1276,6 @@ REQUESTS = {
     "query": (b"GET /?from=home HTTP/1.1\r\nHost: x\r\n\r\n", 200),
     "100 fields": (GET + b"X: y\r\n" * 99 + b"\r\n", 200),
 }
-
-
-def knock(client: Client, data: bytes, at: str = "127.0.0.1") -> socket.socket:
-    """Connect from a loopback address, and send something."""
-    tcp = socket.create_connection((client.host, client.port), 30, (at, 0))
-    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    tcp.sendall(data)
-    return tcp
-
-
-def answer_on(tcp: socket.socket) -> Answer:
-    """Read the one answer that comes before the connection ends."""
-    response = http.client.HTTPResponse(tcp)
-    response.begin()
-    answer = Answer(response.status, dict(response.getheaders()), response.read())
-    assert tcp.recv(1) == b""
-    return answer
 
 
 @pytest.mark.parametrize(("data", "status"), REQUESTS.values(), ids=[*REQUESTS])
@@ -1321,11 +1305,6 @@ def test_slow_clients_have_ten_seconds_for_a_whole_request() -> None:
         assert time.monotonic() > began + 9
         for tcp in (waiting, *dripping):
             assert answer_on(tcp).status == 408
-
-
-def places(network: int, count: int) -> list[str]:
-    """List loopback addresses."""
-    return [f"127.{network}.{n // 200}.{1 + n % 200}" for n in range(count)]
 
 
 def memory(pid: int) -> int:
@@ -1565,20 +1544,6 @@ def test_sigterm_ends_an_unlock_that_has_sent_nothing(machine: Machine) -> None:
             assert started.process.wait(60) == 0
 
 
-@contextlib.contextmanager
-def slow_to_open(file: Path) -> Iterator[Callable[[], bool]]:
-    """Make whoever opens the file wait. Yields a function: does anybody wait?
-
-    A lease does that: the kernel asks its holder to give it up first, by a signal that
-    is ignored unless there is a handler. Source: fcntl(2).
-    """
-    with file.open("r+b") as leased:
-        set_signal = 10  # F_SETSIG
-        fcntl.fcntl(leased, set_signal, signal.SIGURG)
-        fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        yield lambda: fcntl.fcntl(leased, fcntl.F_GETLEASE) != fcntl.F_WRLCK
-
-
 def test_the_status_does_not_wait_for_a_slow_key_file(machine: Machine) -> None:
     machine.make_keys()
     with machine.waker() as started, ThreadPoolExecutor() as pool:
@@ -1590,26 +1555,6 @@ def test_the_status_does_not_wait_for_a_slow_key_file(machine: Machine) -> None:
             wait_for(status.done, seconds=3)
         assert status.result()["state"] == "off"
         assert starting.result().status == 200
-
-
-class Frozen:
-    """Stops some threads of another process, as if it had no processor for them."""
-
-    SEIZE, INTERRUPT, DETACH, ALL = 0x4206, 0x4207, 17, 0x40000000  # ptrace(2), wait(2)
-
-    def __init__(self, threads: Iterable[int]) -> None:
-        self._threads = [*threads]
-        self._trace = ctypes.CDLL(None, use_errno=True).ptrace
-        for request in (self.SEIZE, self.INTERRUPT):
-            for thread in self._threads:
-                if self._trace(request, thread, None, None):
-                    pytest.skip(f"no ptrace here: {os.strerror(ctypes.get_errno())}")
-        for thread in self._threads:
-            os.waitpid(thread, self.ALL)
-
-    def thaw(self) -> None:
-        for thread in self._threads:
-            self._trace(self.DETACH, thread, None, None)
 
 
 def test_80_dripping_clients_of_one_address_do_not_delay_the_owner() -> None:

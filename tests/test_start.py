@@ -31,10 +31,9 @@ from conftest import (
     wait_for_child,
 )
 from homelab import bind
-from machine import CLOSED, OPEN, Machine, wait_until, wait_until_shown
+from machine import CLOSED, OPEN, Machine, slow_to_open, wait_until, wait_until_shown
 from namespaces import Home, ip, udp_packets
 from ssh_servers import tcp_server
-from test_promises import slow_to_open
 
 import waker
 
