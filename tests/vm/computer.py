@@ -18,7 +18,7 @@ from conftest import Answer, Client, daemon, need, wait_for
 from guests import ADDRESS, BUILD, ROUTER, SSH_KEY, Guest, ready
 from namespaces import IFF_TAP, Namespace, hosts
 
-PATIENCE = 180  # seconds: a guest shares its processor with others
+PATIENCE = 300  # seconds: a guest shares its processor with others
 MAC = "52:54:00:12:34:56"
 MAGIC = b"\xff" * 6 + bytes.fromhex(MAC.replace(":", "")) * 16
 
@@ -45,11 +45,12 @@ class Computer:
 
     def switch_on(self) -> None:
         root = "mapper/cryptroot" if self.guest.encrypted else "vda ip=off"
-        # Without norandmaps, the emulation takes minutes. The console shows systemd's
-        # warnings.
+        # Without norandmaps, the emulation takes minutes. Beside other tests, a disk may
+        # appear after systemd's 90 s. The console shows systemd's warnings.
         options = (
             f"root=/dev/{root} rw console=ttyS0 norandmaps mitigations=off"
-            " cryptomgr.notests panic=1 systemd.journald.forward_to_console=1"
+            " cryptomgr.notests panic=1 systemd.default_device_timeout_sec=600"
+            " systemd.journald.forward_to_console=1"
             " systemd.journald.max_level_console=warning"
         )
         command = [

@@ -81,8 +81,7 @@ BOXES = (
 )
 GUESTS = (
     Guest("dropbear"),
-    Guest("port-22", port=22, forced=False),
-    Guest("two-disks", disks=["cryptroot", "crypthome"]),
+    Guest("two-disks", port=22, forced=False, disks=["cryptroot", "crypthome"]),
     Guest("slow", iterations=400_000),
     Guest("dracut", suite="trixie", tries=0, disks=["cryptroot", "crypthome"]),
     Guest("dracut-shell", suite="trixie", forced=False),
