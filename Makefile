@@ -17,6 +17,8 @@ PROBE = $(shell test $$(id -u) = 0 || ! $(NAMESPACES) ip link set lo up 2>&1 || 
 AS_ROOT = $(if $(filter yes,$(PROBE)),$(ENTER) )$(BIN)/python
 # More than there are processors, because most tests mostly wait.
 PARALLEL := --numprocesses 10 --dist loadgroup
+UNLOCKS := $(addprefix tests/test_promises.py::test_, only_the_initrds_own_words_decide \
+	each_outcome_reaches_the_client_and_the_status)
 # Tests start hundreds of processes, which should not compile everything again.
 export PYTHONDONTWRITEBYTECODE :=
 INIT ?= $(if $(wildcard /etc/rc.common),procd,systemd)
@@ -120,9 +122,8 @@ test-unstable: $(VENV)/done ## unlock today's Debian unstable in QEMU, as root
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/vm/unstable.py
 
 test-paramiko: $(VENV)/done ## test what uses paramiko; PARAMIKO=2.12.0
-	$(AS_ROOT) -m pytest $(PARALLEL) $(PYTEST_ARGS) tests/test_promises.py \
-		tests/test_unlock.py tests/test_hostile.py tests/test_check.py \
-		tests/test_openwrt.py
+	$(AS_ROOT) -m pytest $(PARALLEL) $(PYTEST_ARGS) tests/test_unlock.py \
+		tests/test_check.py tests/test_openwrt.py $(UNLOCKS)
 
 bench: $(VENV)/done dist/waker ## compare waker with an empty server and ssh, as root
 	$(BIN)/python tests/bench.py

@@ -6,7 +6,6 @@ Its initrd is dropbear, which runs a shell script of the test's as `cryptroot-un
 import contextlib
 import ctypes
 import fcntl
-import json
 import os
 import re
 import shlex
@@ -28,17 +27,14 @@ from conftest import (
     is_open,
     need,
     need_root,
-    run_waker,
     shortened,
     wait_for,
 )
 from homelab import Blackhole, bind
+from ssh_servers import AS_USER_1, run_unlock
 
 MAC = MACHINE["WAKER_HOMELAB_MAC"]
 SILENT, CLOSED, OPEN = "does not answer", "refuses connections", "is open"
-# Whoever tests without root is root in a namespace, but may not set a user's groups
-# there. So SSH servers are user 1 in a namespace within, and everybody's files are his.
-AS_USER_1 = "unshare --user --map-user=1 --map-group=1"
 
 # The words of Debian's cryptroot-unlock, for scripts that act as one.
 WORDS = """
@@ -180,19 +176,7 @@ class Machine:
         self, given: str = PASSPHRASE, seconds: int = 60, /, **others: str
     ) -> dict[str, Any]:
         """Run `waker unlock`; returns its result, whose form is always the same."""
-        ended = run_waker(
-            *("unlock", "--seconds", str(seconds)),
-            settings=self.settings(**others),
-            given=given,
-        )
-        assert ended.stderr == ""
-        *sent, result = map(json.loads, ended.stdout.splitlines())
-        assert result.keys() == {"outcome", "sent", "message", "hint"}
-        assert all(line == {"sent": True} for line in sent)
-        assert result["sent"] == bool(sent)
-        is_right = result["outcome"] in ("unlocked", "already_open", "up")
-        assert ended.returncode == (0 if is_right else 1)
-        return dict(result)
+        return run_unlock(self.settings(**others), given, seconds)
 
     def close(self) -> None:
         self._shown.close()

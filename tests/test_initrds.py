@@ -18,11 +18,10 @@ from typing import Any
 
 import pytest
 from conftest import CHECKOUT, need, wait_for
-from cryptroot_unlock import Disks
 from ssh_servers import (
-    ODD_PASSPHRASE,
     SHORT_UNLOCK,
     Settings,
+    free_port,
     prepare_sshd,
     process,
     unlock,
@@ -36,6 +35,7 @@ HELPER = "/usr/lib/systemd/systemd-reply-password"
 ROOT = {"root": "x"}
 HOME = {"root": "x", "home": "y"}
 BOTH = {"root": "x", "home": "x"}
+ODD_PASSPHRASE = "-n '$(id)` a\\tb\\0 " + "é" * 244 + "xy \u00a0 "  # 512 bytes
 UNLOCKED = "unlocked: .* "
 WRONG = "wrong_passphrase: .* disk "
 CAREFUL = ".* Be careful: after another"
@@ -92,7 +92,8 @@ def systemd(  # noqa: PLR0913 - most tests want one or two of them
     text = (INITRDS / "systemctl.sh").read_text()
     systemctl.write_text(text.replace("FOLDER", str(folder)))
     systemctl.chmod(0o755)
-    initrd, start = prepare_sshd(folder, Disks({}))
+    port = free_port()
+    settings, start = prepare_sshd(folder, port)
     mounts, _, sshd = start.partition("exec ")
     layers = f"lowerdir=/etc,upperdir={folder}/etc/upper,workdir={folder}/etc/work"
     disks = [f"sh {INITRDS}/cryptsetup.sh {folder} {disk} &" for disk in keys]
@@ -115,8 +116,8 @@ def systemd(  # noqa: PLR0913 - most tests want one or two of them
         f"{sshd} -o 'ForceCommand={command}' & wait",
     ]
     needs = ("--pid", "--fork", "--kill-child", "--mount-proc")
-    with process(initrd.port, "\n".join(lines), *needs):
-        yield initrd.settings()
+    with process(port, "\n".join(lines), *needs):
+        yield settings
 
 
 CASES = {

@@ -45,7 +45,7 @@ class Computer:
 
     def switch_on(self) -> None:
         root = "mapper/cryptroot" if self.guest.encrypted else "vda ip=off"
-        # Without norandmaps, the emulation takes minutes. Beside other tests, a disk may
+        # Without norandmaps, the emulation takes minutes. Beside other tests, disks may
         # appear after systemd's 90 s. The console shows systemd's warnings.
         options = (
             f"root=/dev/{root} rw console=ttyS0 norandmaps mitigations=off"
