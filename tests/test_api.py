@@ -3,14 +3,13 @@
 import base64
 import gzip
 import re
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import MACHINE, PIN, PROGRAM, Client, new_app, running, serving
+from conftest import CHECKOUT, MACHINE, PIN, Client, running
 from homelab import bind
-from ssh_servers import free_port, settings_at
+from ssh_servers import free_port
 
 import waker
 
@@ -65,23 +64,18 @@ def test_a_bug_in_the_status_withholds_no_token_and_shows_no_details(
 
 
 @pytest.mark.parametrize(
-    ("kind", "body", "status"),
-    [
-        ("application/json; charset=utf-8", b'{"pin": "x"}', 401),
-        ("", b'{"pin": "x"}', 415),
-        ("application/jsonx", b'{"pin": "x"}', 415),
-        ("application/json", b'{"pin": "\\x"}', 400),
-    ],
-    ids=["charset", "no type", "similar type", "bad escape"],
+    ("kind", "status"),
+    [("application/json; charset=utf-8", 401), ("application/jsonx", 415), ("", 415)],
 )
-def test_only_json_counts_as_an_attempt(kind: str, body: bytes, status: int) -> None:
-    """Otherwise, a foreign page could use up the attempts.
+def test_only_json_counts_as_an_attempt(kind: str, status: int) -> None:
+    """A foreign page cannot send it without a preflight request.
 
-    Without a preflight request, a browser does not let it send JSON.
+    Otherwise, it could use up the attempts.
     """
     with running(CONFIG) as client:
         fields = {"Content-Type": kind}
-        assert client.call("POST", "/api/auth", body, fields).status == status
+        answer = client.call("POST", "/api/auth", b'{"pin": "x"}', fields)
+        assert answer.status == status
         statuses = [client.attempt(PIN).status for _ in range(10)]
     assert statuses == [200] * 9 + [429 if status == 401 else 200]
 
@@ -90,39 +84,14 @@ def test_4096_clients_are_remembered_and_the_least_recent_is_forgotten() -> None
     gate = waker.Gate()
     for attempt in range(10):
         gate.count_attempt("192.0.2.1", attempt)
-    for others in (range(4095), range(4095, 8190)):
-        for number in others:
-            gate.count_attempt(f"2001:db8:{number:x}::1", 10)
+    for prefix in ("2001:db8", "2001:db9"):
+        for number in range(4095):
+            gate.count_attempt(f"{prefix}:{number:x}::1", 10)
         with pytest.raises(waker.Fault):
             gate.count_attempt("192.0.2.1", 10)  # the most recent now
     for number in range(4096):
         gate.count_attempt(f"2001:db8:{number:x}::1", 10)
     gate.count_attempt("192.0.2.1", 10)
-
-
-def test_4096_remembered_clients_take_at_most_3_mb() -> None:
-    """A quarter of them is measured, because measuring takes its time."""
-    gate = waker.Gate()
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
-        for attempt in range(10):
-            for number in range(1024):
-                gate.count_attempt(f"2001:db8:{number:x}::1", attempt + number / 8192)
-        assert tracemalloc.get_traced_memory()[0] - before < 3e6 / 4
-    finally:
-        tracemalloc.stop()
-
-
-def test_an_unlock_that_ends_in_a_bug_leaves_room_for_the_next(tmp_path: Path) -> None:
-    settings = settings_at(tmp_path, free_port(), SYSTEM_SSH_PORT=free_port())
-    config = waker.read_config({"WAKER_PIN": PIN} | MACHINE | settings, tmp_path)
-    impossible = {"LD_LIBRARY_PATH": "\0"}  # which no process can get
-    with serving(new_app(config, settings | impossible)) as client:
-        client.log_in()
-        for _ in range(2):
-            answer = client.unlock()
-            assert (answer.status, answer.error[:14]) == (500, "Internal error")
 
 
 # ---- The page, and every answer ------------------------------------------------------
@@ -136,58 +105,34 @@ def test_the_page_allows_only_its_own_code(owner: Client) -> None:
         digests = [base64.b64encode(waker.sha256(code)).decode() for code in codes]
         allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
         assert f" {tag.decode()}-src {allowed};" in policy
-    for part in (
-        "connect-src 'self';",
-        "img-src 'self' data:;",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "base-uri 'none'",
-        "require-trusted-types-for 'script'",
-    ):
+    for part in ("connect-src 'self';", "form-action 'none'", "frame-ancestors 'none'"):
         assert part in policy
 
 
 @pytest.mark.parametrize(
     ("accepted", "is_packed"),
-    [
-        ("gzip", True),
-        ("deflate, GZIP;q=0.5", True),
-        ("br, gzip; q=0.000, *", False),
-        ("gzipped", False),
-        ("", False),
-    ],
+    [("deflate, GZIP;q=0.5", True), ("br, gzip; q=0.000, *", False)],
 )
 def test_the_page_is_packed_for_clients_that_accept_it(
     owner: Client, accepted: str, is_packed: bool
 ) -> None:
+    """What contains a secret is never packed."""
     fields = {"Accept-Encoding": accepted}
     page = owner.call("GET", "/", headers=fields)
     assert page.headers.get("Content-Encoding") == ("gzip" if is_packed else None)
     body = gzip.decompress(page.body) if is_packed else page.body
-    assert body == Path(PROGRAM).with_name("ui.html").read_bytes()
+    assert body == CHECKOUT.joinpath("ui.html").read_bytes()
     assert page.headers["Vary"] == "Accept-Encoding"
     assert "Content-Security-Policy" in page.headers
-    # What contains a secret is never packed.
-    assert (
-        "Content-Encoding" not in owner.call("GET", "/api/status", None, fields).headers
-    )
+    status = owner.call("GET", "/api/status", headers=fields)
+    assert "Content-Encoding" not in status.headers
 
 
 @pytest.mark.parametrize("path", ["/", "/api/status", "/nothing"])
-def test_head_is_get_without_the_body_and_both_have_the_security_headers(
-    owner: Client, path: str
-) -> None:
-    got, head = owner.call("GET", path), owner.call("HEAD", path)
-    for answer in (got, head):
-        fields = answer.headers
-        assert fields["Cache-Control"] == "no-store"
-        assert fields["X-Content-Type-Options"] == "nosniff"
-        assert fields["Referrer-Policy"] == "no-referrer"
-        assert fields["Cross-Origin-Resource-Policy"] == "same-origin"
-        assert "Access-Control-Allow-Origin" not in fields
-        assert answer.status == got.status
-        assert fields["Content-Length"] == str(len(got.body))
-    odd = {"Authorization": "Bearer \xe4"}
-    without = owner.call("GET", path, headers=odd).status
-    assert without == owner.call("HEAD", path, headers=odd).status
-    assert without == (401 if path == "/api/status" else got.status)
+def test_every_answer_has_the_security_headers(owner: Client, path: str) -> None:
+    fields = owner.call("GET", path).headers
+    assert fields["Cache-Control"] == "no-store"
+    assert fields["X-Content-Type-Options"] == "nosniff"
+    assert fields["Referrer-Policy"] == "no-referrer"
+    assert fields["Cross-Origin-Resource-Policy"] == "same-origin"
+    assert "Access-Control-Allow-Origin" not in fields

@@ -1,16 +1,12 @@
 """HTTP beyond test_promises.py: ambiguous requests, crowds, and difficult systems."""
 
-import re
 import select
 import socket
-import struct
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import (
@@ -24,7 +20,6 @@ from conftest import (
     knock,
     need,
     need_root,
-    new_app,
     no_threads,
     places,
     running,
@@ -50,10 +45,7 @@ Come = Callable[[Client, list[str]], list[socket.socket]]
 
 @pytest.fixture
 def come() -> Iterator[Come]:
-    """Return a function that sends half a request from each of these addresses.
-
-    Take it before `server`, which then ends first, and logs nothing about its clients.
-    """
+    """Return a function that sends half a request from each of these addresses."""
     with ExitStack() as crowd:
         yield lambda client, sources: [
             crowd.enter_context(knock(client, GET, source)) for source in sources
@@ -68,94 +60,64 @@ def is_open(tcp: socket.socket) -> bool:
 # ---- From bytes to a request ---------------------------------------------------------
 
 
-def read(data: bytes, peer: str = "192.0.2.1") -> waker.Request:
-    """Parse a request that has arrived; to read on would be an error."""
-    proxies = waker.parse_addresses("10.0.0.1, 10.0.0.2,::1")
-    return waker.read_request(data, pytest.fail, peer, proxies)
-
-
-def fill(size: int, fields: bytes = b"") -> bytes:
-    """Make a head of so many bytes."""
-    return (POST + fields + b"X: ").ljust(size - 4, b"x") + b"\r\n\r\n"
+def read(data: bytes) -> waker.Request:
+    """Parse a request that has arrived from a proxy; to read on would be an error."""
+    proxies = frozenset({"10.0.0.1", "10.0.0.2"})
+    return waker.read_request(data, pytest.fail, "10.0.0.1", proxies)
 
 
 LENGTH = POST + b"Content-Length: "
 CODING = POST + b"Transfer-Encoding:"
-BAD = {
-    "two spaces": (b"GET  / HTTP/1.1\r\n\r\n", 400),
+AMBIGUOUS = {
     "whole address": (b"GET http://x/ HTTP/1.1\r\n\r\n", 400),
-    "UTF-8 in the path": (b"GET /\xc3\xa4 HTTP/1.1\r\n\r\n", 400),
-    "length of 5,000 digits": (LENGTH + b"5" * 5000 + b"\r\n\r\n", 400),
     "length with a zero first": (LENGTH + b"05\r\n\r\n12345", 400),
     "length after a no-break space": (LENGTH + b"\xa05\r\n\r\n12345", 400),
     "two length fields": (LENGTH + b"5\r\nContent-Length: 5\r\n\r\n12345", 400),
     "coding beside a length": (CODING + b"chunked\r\nContent-Length: 5\r\n\r\n", 501),
     "empty coding": (CODING + b"\r\n\r\n", 501),
-    "head of 16,385 bytes": (fill(16385), 431),
 }
 
 
-@pytest.mark.parametrize(("data", "status"), BAD.values(), ids=[*BAD])
-def test_an_ambiguous_or_long_head_is_refused(data: bytes, status: int) -> None:
+@pytest.mark.parametrize(("data", "status"), AMBIGUOUS.values(), ids=[*AMBIGUOUS])
+def test_an_ambiguous_head_is_refused(data: bytes, status: int) -> None:
     with pytest.raises(waker.Fault) as refusal:
         read(data)
     assert refusal.value.status == status
 
 
-def test_head_and_body_may_have_16384_bytes_each() -> None:
-    body = b"x" * 16384
-    request = read(fill(16384, b"Content-Length: 16384\r\n") + body)
-    assert request.body == body
-
-
 @pytest.mark.parametrize(
     ("forwarded", "client"),
     [
-        ("203.0.113.9, 2001:DB8::7 , 10.0.0.2", "2001:db8::7"),
-        ("10.0.0.2, ::ffff:10.0.0.2", "10.0.0.2"),
         ("198.51.100.7, x, 10.0.0.2", "10.0.0.2"),
         ("fe80::1%x PIN accepted", "10.0.0.1"),
         (20 * "203.0.113.9, " + "198.51.100.7", "198.51.100.7"),
     ],
-    ids=["last", "only proxies", "rubbish", "scope ID", "many made up"],
+    ids=["rubbish", "scope ID", "many made up"],
 )
-def test_the_client_is_the_last_that_a_proxy_saw(forwarded: str, client: str) -> None:
+def test_no_made_up_client_is_believed(forwarded: str, client: str) -> None:
     data = GET + f"X-Forwarded-For: {forwarded}\r\n\r\n".encode()
-    assert read(data, "10.0.0.1").client == client
-    assert read(data, "192.0.2.1").client == "192.0.2.1"
-
-
-LONG = 16000
-
-
-def login(body: bytes) -> bytes:
-    return POST + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    assert read(data).client == client
 
 
 @pytest.mark.timeout(60)  # an exponential pattern would take years
 @pytest.mark.parametrize(
     "data",
     [
-        b"x" * LONG,
-        b"GET /" + b"x" * LONG + b"#",
-        GET + b"X" * LONG,
-        GET + b"X: " + b"x " * (LONG // 2) + b"\0",
-        GET + b"Accept-Encoding: gzip" + b" " * LONG + b"x",
-        GET + b"Accept-Encoding: " + b"gzip;q=0," * (LONG // 9) + b"x",
-        GET + b"Content-Length: " + b"5" * LONG + b"x",
-        GET + b"X-Forwarded-For: " + b"," * LONG,
-        POST[:-2] + b" " * LONG + b"x",
-        login(b'{"pin":' + b" " * LONG),
-        login(b'{"pin":"' + b"x" * LONG),
-        login(b'{"pin":"' + b"\\\\" * (LONG // 2)),
+        b"x" * 16000,
+        GET + b"X: " + b"x " * 8000 + b"\0",
+        GET + b"Accept-Encoding: gzip" + b" " * 16000 + b"x",
+        GET + b"Accept-Encoding: " + b"gzip;q=0," * 1700 + b"x",
+        POST[:-2] + b" " * 16000 + b"x",
+        LENGTH + b'15008\r\n\r\n{"pin":' + b" " * 15001,
+        LENGTH + b'15008\r\n\r\n{"pin":"' + b"\\\\" * 7500,
     ],
-    ids=lambda data: ascii(data.splitlines()[-1][:24])[2:-1],
+    ids=["name", "value", "coding", "codings", "type", "spaces", "escapes"],
 )
 def test_no_request_costs_more_time_than_its_length(data: bytes) -> None:
     """Or one of 16 KiB could stop the daemon: no other thread runs meanwhile."""
     began = time.thread_time()
     with suppress(waker.Fault):
-        request = read(data if b"\r\n\r\n" in data else data + b"\r\n\r\n", "10.0.0.1")
+        request = read(data if b"\r\n\r\n" in data else data + b"\r\n\r\n")
         waker.GZIP.search(request.fields.get("accept-encoding", ""))
         waker.parse_body(request, "pin", str)
     assert time.thread_time() < began + 0.1  # seconds; most take 0.001
@@ -196,21 +158,14 @@ def test_an_answer_is_kept_for_a_slow_reader() -> None:
 # ---- Many clients --------------------------------------------------------------------
 
 
-def test_chance_decides_who_makes_room(
-    come: Come, server: Client, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Or an attacker could arrive in the order that keeps the owner out.
-
-    Connections that have to go get no answer, and are not logged.
-    """
+def test_chance_decides_who_makes_room(come: Come, server: Client) -> None:
+    """Or an attacker could arrive in the order that keeps the owner out."""
     first = come(server, places(1, 64))
     come(server, places(2, 32))
     assert server.call("GET", "/").status == 200
     # On average, 38 of 64 stay. If always the newest went, 63 would; if the oldest, 31.
     assert sum(map(is_open, first)) < 60
     assert any(map(is_open, first[:32]))
-    assert all(is_open(tcp) or tcp.recv(1) == b"" for tcp in first)
-    assert capfd.readouterr().err == ""
 
 
 def test_six_connections_count_as_one(come: Come, server: Client) -> None:
@@ -262,14 +217,6 @@ def test_a_request_that_arrives_at_the_last_moment_is_answered(come: Come) -> No
             assert [answer_on(tcp).status for tcp in (*waiting, newcomer)] == [200] * 65
 
 
-def test_a_thousand_clients_can_wait_to_be_let_in() -> None:
-    """Linux limits their number as well."""
-    with waker.listen(("127.0.0.1", 0)) as tcp:
-        info = tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
-    (limit,) = struct.unpack_from("I", info, 28)  # tcpi_sacked, if it listens
-    assert limit >= min(1024, int(Path("/proc/sys/net/core/somaxconn").read_text()))
-
-
 def test_a_client_that_sends_nothing_takes_no_thread_and_no_line_of_the_log() -> None:
     """It stays in the kernel. Some monitors only connect."""
     with daemon(MACHINE) as started:
@@ -277,55 +224,21 @@ def test_a_client_that_sends_nothing_takes_no_thread_and_no_line_of_the_log() ->
         with knock(client, b"") as silent:
             assert client.call("GET", "/").status == 200
             wait_for(started.uses, lambda now: now == idle, seconds=8)
-            assert is_open(silent)
             silent.shutdown(socket.SHUT_WR)
             assert silent.recv(1) == b""
         assert started.stop() == 0
-        assert [line for line in started.log if "ip=" in line] == []
+        assert not any("ip=" in line for line in started.log)
 
 
 # ---- A difficult system --------------------------------------------------------------
 
 
-class Failing(socket.socket):
-    """A listener that has no memory for its first client."""
-
-    is_first = True
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        accepted = super().accept()
-        if self.is_first:
-            self.is_first = False
-            accepted[0].close()
-            raise MemoryError
-        return accepted
-
-
-def test_an_error_in_accepting_is_survived() -> None:
-    listener = Failing(fileno=waker.listen(("127.0.0.1", 0)).detach())
-    client = Client(int(listener.getsockname()[1]))
-    server = waker.Server(new_app(CONFIG), listener)
-    threading.Thread(target=server.serve_forever, args=(None,)).start()
-    try:
-        with knock(client, GET + b"\r\n") as first, pytest.raises(ConnectionError):
-            answer_on(first)
-        with knock(client, GET + b"\r\n") as second:
-            assert answer_on(second).status == 200
-    finally:
-        server.stop()
-
-
-def test_without_a_thread_it_hangs_up_and_goes_on(
-    server: Client, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_thread_it_hangs_up_and_goes_on(server: Client) -> None:
     with no_threads():
         for _ in range(65):  # one more than may be open at a time
             with pytest.raises(ConnectionError):
                 server.call("GET", "/")
     assert server.call("GET", "/").status == 200
-    logged = capfd.readouterr().err.splitlines()
-    assert len(logged) == 65
-    assert all(re.match("bug: (RuntimeError|MemoryError), ", line) for line in logged)
 
 
 def test_it_starts_when_no_name_can_be_resolved(tmp_path: Path) -> None:
