@@ -1,23 +1,18 @@
 """`waker check`: a table that says what does not work, and why."""
 
-import json
 import re
-import signal
-import socket
 import subprocess
 from pathlib import Path
 
-import paramiko
 import pytest
-from conftest import CHECKOUT, MACHINE, MODULE, PIN, environment, need, run_waker
+from conftest import CHECKOUT, MACHINE, MODULE, PIN, environment, need
 from homelab import bind, public_line
 from machine import Machine
 from namespaces import Home, udp_packets
-from ssh_servers import HOST_KEY, tcp_server
+from ssh_servers import HOST_KEY
 
 BASE = MACHINE | {"WAKER_PIN": PIN, "WAKER_LISTEN": "127.0.0.1:0"}
 OWN = {"PIN": PIN, "LISTEN": "127.0.0.1:0"}
-NOT_SEEN = "- not seen; check again while the initrd waits for its passphrase"
 Table = dict[str, str]  # what was checked: the verdict, and what was seen
 
 
@@ -42,45 +37,23 @@ def test_a_server_that_is_off_is_not_wrong(machine: Machine) -> None:
     """The rows are in the order of use."""
     machine.make_keys()
     table = run(machine.settings(**OWN))
-    seen = {
-        "configuration": "ok all settings are valid",
-        "web port": "ok 0 is free",
-        "magic packet": "ok would leave from 127.0.0.1 to 127.255.255.255",
-        "initrd's port": f"- 127.0.0.1, port {machine.initrd_port} does not answer",
-        "system's port": f"- 127.0.0.1, port {machine.system_port} does not answer",
-        "paramiko": f"ok {paramiko.__version__}",
-        "SSH key": table["SSH key"],
-        "host key": NOT_SEEN,
-    }
-    assert [*table.items()] == [*seen.items()]
-    assert table["SSH key"].startswith("ok ssh-ed25519 SHA256:")
+    verdicts = {subject: seen.partition(" ")[0] for subject, seen in table.items()}
+    assert [*verdicts.items()] == [
+        *(("configuration", "ok"), ("web port", "ok"), ("magic packet", "ok")),
+        *(("initrd's port", "-"), ("system's port", "-")),
+        *(("paramiko", "ok"), ("SSH key", "ok"), ("host key", "-")),
+    ]
 
 
 SEEN = {
     "web port in use": ({"LISTEN": "127.0.0.1:{initrd}"}, "web port", "- .*in use"),
-    "no such address": (
-        {"HOMELAB_HOST": "127.255.255.255"},
-        *("system's port", "- .* could not be checked; is WAKER_HOMELAB_HOST right"),
-    ),
-    "no SSH server": (
-        {"SYSTEM_SSH_PORT": "{open}"},
-        *("system's port", "ok .* it says nothing"),
-    ),
     "swapped ports": (
         {"INITRD_SSH_PORT": "{closed}", "SYSTEM_SSH_PORT": "{initrd}"},
         *("system's port", "- .* says SSH-2.0-dropbear.*; are the two ports swapped"),
     ),
-    "system up": ({"SYSTEM_SSH_PORT": "{open}"}, "host key", NOT_SEEN),
-    "one port, system up": (
-        {"INITRD_SSH_PORT": "{system}", "SYSTEM_SSH_PORT": "{system}"},
-        *("host key", NOT_SEEN),
-    ),
-    "one port, initrd up": ({"SYSTEM_SSH_PORT": "{initrd}"}, "login", "ok root can"),
+    "system up": ({"SYSTEM_SSH_PORT": "{open}"}, "host key", "- not seen"),
+    "one port": ({"SYSTEM_SSH_PORT": "{initrd}"}, "login", "ok root can"),
 }
-
-
-def say_openssh(connection: socket.socket) -> None:
-    connection.sendall(b"SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n")
 
 
 @pytest.mark.parametrize(("settings", "subject", "seen"), SEEN.values(), ids=[*SEEN])
@@ -88,20 +61,22 @@ def test_the_table_shows_what_was_seen(
     machine: Machine, settings: dict[str, str], subject: str, seen: str
 ) -> None:
     machine.ask()
-    with bind("127.0.0.1", 0) as mute, tcp_server(say_openssh) as system:
+    with bind("127.0.0.1", 0) as mute:
         mute.listen()
         ports = {"initrd": machine.initrd_port, "closed": machine.system_port}
-        ports |= {"open": mute.getsockname()[1], "system": system}
+        ports["open"] = mute.getsockname()[1]
         values = {name: value.format(**ports) for name, value in settings.items()}
         table = run(machine.settings(**OWN | values))
     assert re.match(seen, table[subject])
 
 
-@pytest.mark.parametrize("pinned", ["", public_line(HOST_KEY)], ids=["none", "another"])
-def test_it_does_not_log_in_to_a_stranger(machine: Machine, pinned: str) -> None:
-    table = run(machine.ask().settings(SSH_HOST_KEY=pinned, **OWN))
-    assert "pinned" in table["host key"]
-    assert "login" not in table
+def test_it_does_not_log_in_to_a_stranger(machine: Machine) -> None:
+    """Nor if no key is pinned."""
+    machine.ask()
+    for pinned in ("", public_line(HOST_KEY)):
+        table = run(machine.settings(SSH_HOST_KEY=pinned, **OWN))
+        assert "pinned" in table["host key"]
+        assert "login" not in table
 
 
 def test_settings_that_are_open_to_others_are_wrong(tmp_path: Path) -> None:
@@ -117,24 +92,19 @@ def test_settings_that_are_open_to_others_are_wrong(tmp_path: Path) -> None:
     assert "SSH key" in table
 
 
-@pytest.mark.parametrize("problem", ["has a passphrase", "is missing"])
-def test_a_private_key_is_checked_even_if_no_host_key_is_pinned(
-    tmp_path: Path, problem: str
-) -> None:
+def test_a_private_key_is_checked_even_if_no_host_key_is_pinned(tmp_path: Path) -> None:
     file = tmp_path / "ssh_key"
-    if problem == "has a passphrase":
-        command = [need("ssh-keygen"), "-q", "-t", "ed25519", "-N", "secret", "-f"]
-        subprocess.run([*command, str(file)], check=True)
+    command = [need("ssh-keygen"), "-q", "-t", "ed25519", "-N", "secret", "-f"]
+    subprocess.run([*command, str(file)], check=True)
     table = run(BASE | {"WAKER_SSH_KEY": str(file)})
-    assert re.match(f"WRONG .*{file} {problem}", table["SSH key"])
+    assert re.match(f"WRONG .*{file} has a passphrase", table["SSH key"])
 
 
 @pytest.mark.parametrize(
     ("tool", "module", "remedy"),
     [
         ("apt", "import no_such_six", "apt install python3-paramiko"),
-        ("opkg", "import os; os.TripleDES", "opkg install python3-paramiko"),
-        ("apk", "import no_such_six", "apk add python3-paramiko python3-six"),
+        ("apk", "import os; os.TripleDES", "apk add python3-paramiko python3-six"),
         ("another", "", "pip install paramiko"),
     ],
 )
@@ -143,39 +113,9 @@ def test_a_broken_paramiko_is_wrong_and_the_systems_tool_mends_it(
 ) -> None:
     (tmp_path / tool).touch(0o755)
     (tmp_path / "paramiko.py").write_text(module)
-    paths = {"PATH": str(tmp_path), "PYTHONPATH": str(tmp_path)}
-    table = run(BASE | paths)
-    wrong = [subject for subject, seen in table.items() if seen.startswith("WRONG")]
-    assert wrong == ["paramiko"]
+    table = run(BASE | {"PATH": str(tmp_path), "PYTHONPATH": str(tmp_path)})
+    assert table["paramiko"].startswith("WRONG")
     assert f"install it with: {remedy} (" in table["paramiko"]
-    ended = run_waker("unlock", settings=MACHINE | paths, given="x")
-    assert f"install it with: {remedy}. " in json.loads(ended.stdout)["message"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGPIPE])
-def test_it_ends_silently_when_interrupted_or_when_its_reader_has_gone(
-    number: signal.Signals,
-) -> None:
-    """While it waits for a server that accepts connections and says nothing."""
-    with bind("127.0.0.1", 0) as mute:
-        mute.listen()
-        port = {"WAKER_INITRD_SSH_PORT": str(mute.getsockname()[1])}
-        with subprocess.Popen(
-            [*MODULE, "check"],
-            cwd=CHECKOUT,
-            env=environment(BASE | port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        ) as checking:
-            assert checking.stdout
-            assert checking.stderr
-            assert checking.stdout.readline().startswith(b"ok     configuration")
-            if number is signal.SIGPIPE:
-                checking.stdout.close()
-            else:
-                checking.send_signal(number)
-            assert checking.stderr.read() == b""
-            assert checking.wait(60) == -number
 
 
 def test_the_packets_route_is_shown_and_nothing_is_sent(home: Home) -> None:
@@ -186,7 +126,6 @@ def test_the_packets_route_is_shown_and_nothing_is_sent(home: Home) -> None:
         for box, host, broadcast, seen in (
             (router, near, limited, f"ok .* from 192.168.77.1 to {limited}$"),
             (router, near, "10.7.7.255", "- .* from 198.51.100.2 .* another network"),
-            (router, "203.0.113.9", limited, "- .* from 198.51.100.2 .* another"),
             (machine, "203.0.113.9", limited, "WRONG .*unreachable; connect this box"),
         ):
             where = {"WAKER_HOMELAB_HOST": host, "WAKER_HOMELAB_BROADCAST": broadcast}
