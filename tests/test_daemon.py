@@ -25,10 +25,6 @@ from machine import Machine
 
 import waker
 
-ONCE = "[ -e root.open ] && exit; echo >root.open"
-GO = "until [ -e go ]; do sleep 0.1; done"  # until a test makes the file
-RIGHT = PASSPHRASE.encode()
-
 
 # ---- Secrets -------------------------------------------------------------------------
 
@@ -56,28 +52,6 @@ def test_an_unlock_that_hangs_ends_itself_in_time(machine: Machine) -> None:
     ended = run_waker("unlock", "--seconds=6", settings=settings, given=PASSPHRASE)
     assert 6 <= time.monotonic() - began < 30
     assert (ended.returncode, ended.stdout) == (-signal.SIGALRM, "")
-
-
-def test_no_signal_ends_an_unlock_that_has_sent(machine: Machine) -> None:
-    """systemd signals all processes of a service, and a terminal those of its group."""
-    machine.ask(f"{ONCE}; asks root; take; {GO}; opens root")
-    with subprocess.Popen(
-        ["env", "--default-signal", *MODULE, "unlock"],
-        cwd=CHECKOUT,
-        env=environment(machine.settings()),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as unlocking:
-        assert unlocking.stdin
-        unlocking.stdin.write(RIGHT)
-        unlocking.stdin.close()
-        unlocking.stdin = None  # so that `communicate` does not want it
-        wait_for(machine.received, lambda seen: seen == [RIGHT])
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            unlocking.send_signal(number)
-        machine.folder.joinpath("go").touch()
-        assert b'"Unlocked: root."' in unlocking.communicate()[0]
-    assert machine.received() == [RIGHT]
 
 
 def unlock_by(

@@ -5,13 +5,13 @@
 # systemd's own `systemd-ask-password` makes the prompt, in what /proc shows as the disk's
 # unit. FOLDER/keys/DISK holds the passphrase, and FOLDER/options those of crypttab. To
 # FOLDER/tried go all passphrases that were given; at the end it makes FOLDER/opened/DISK
-# or FOLDER/failed/DISK. HIERARCHY, in the environment, is that of the unit's cgroup.
+# or FOLDER/failed/DISK.
 
 folder=$1 disk=$2
 tries=$(sed -n 's/.*tries=//p' "$folder/options")
 unit=$(systemd-escape --template=systemd-cryptsetup@.service "$disk")
 cgroup=$folder/units/$disk
-printf '%s\n' "${HIERARCHY:-0:}:/system.slice/a\x2db.slice/$unit" >"$cgroup"
+printf '%s\n' "0::/system.slice/a\x2db.slice/$unit" >"$cgroup"
 # shellcheck disable=SC2016 # another shell expands it
 in_unit='mount --bind "$0" /proc/$$/cgroup; exec "$@"'
 number=0

@@ -2,14 +2,11 @@
 # The parts of `systemctl` that our cryptroot-unlock needs, for the disks of
 # cryptsetup.sh; FOLDER stands for its folder.
 
-[ -e FOLDER/silent ] && exit 1 # as without a connection to systemd
 show_state() {
     if [ -e "FOLDER/opened/$1" ]; then
         echo active
     elif [ -e "FOLDER/failed/$1" ]; then
         echo failed
-    elif [ -e "FOLDER/waiting/$1" ]; then
-        echo inactive # as before its device is there
     else
         echo activating
     fi
