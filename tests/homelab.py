@@ -13,7 +13,6 @@ import os
 import socket
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -160,11 +159,10 @@ class Homelab:
         self._taken = [bind(self.address, 0) for _ in range(2)]
         ports = [int(taken.getsockname()[1]) for taken in self._taken]
         self.initrd_port, self.system_port = ports
-        self.phase = ""
-        self._power_cut, self._closed = Event(), Event()
+        self._off, self._power_cut, self._closed = Event(), Event(), Event()
         self._thread = Thread(target=self._live, daemon=True)
         self._thread.start()
-        self.wait_for("off")
+        self._off.wait()
 
     def settings(self) -> dict[str, str]:
         """Return the daemon's settings for this machine."""
@@ -178,27 +176,24 @@ class Homelab:
             "WAKER_SSH_HOST_KEY": self.host_key,
         }
 
-    def wait_for(self, phase: str) -> None:
-        """Wait until the machine is in a phase: off, booting, locked or up."""
-        for _ in range(6000):  # a minute
-            if self.phase == phase:
-                return
-            time.sleep(0.01)
-        raise TimeoutError(f"it is {self.phase}, not {phase}")
-
     def obey(self, descriptor: int) -> None:
         """Cut the power of the running machine at each input, until that ends."""
         while os.read(descriptor, 1024):
-            if self.phase != "off":
+            if not self._off.is_set():
                 self._power_cut.set()
 
     def _live(self) -> None:
+        wanted = b"\xff" * 6 + bytes.fromhex(self.mac.replace(":", "")) * 16
         while not self._closed.is_set():
             self.disks.save(self.state)
             ports = self.initrd_port, self.system_port
             holes = [Blackhole(self.address, port) for port in ports]
-            self.phase = "off"
-            self._wait_for_packet()
+            self._off.set()
+            while not self._closed.is_set():
+                with contextlib.suppress(TimeoutError):
+                    if self._udp.recv(2048) == wanted:
+                        break
+            self._off.clear()
             for hole in holes:
                 hole.close()
             self._run()
@@ -207,30 +202,19 @@ class Homelab:
                 while True:  # what came while it was awake wakes nobody later
                     self._udp.recv(2048)
 
-    def _wait_for_packet(self) -> None:
-        wanted = b"\xff" * 6 + bytes.fromhex(self.mac.replace(":", "")) * 16
-        while not self._closed.is_set():
-            with contextlib.suppress(TimeoutError):
-                if self._udp.recv(2048) == wanted:
-                    return
-
     def _run(self) -> None:
         """Boot, wait for the passphrase, boot on, and be up until the power is cut."""
-        self.phase = "booting"
         self._power_cut.wait(self.pace)
         listener, key = bind(self.address, self.initrd_port), self._initrd_key
         initrd = SshServer(listener, key, DROPBEAR, self._authorized, self.state)
         with contextlib.closing(initrd):
-            self.phase = "locked"
             while not (self._power_cut.is_set() or initrd.ended.wait(0.05)):
                 pass
         if Disks.load(self.state).locked:
             return
-        self.phase = "booting"
         self._power_cut.wait(self.pace)
         listener = bind(self.address, self.system_port)
         with contextlib.closing(SshServer(listener, self._system_key, OPENSSH)):
-            self.phase = "up"
             self._power_cut.wait()
 
     def close(self) -> None:
