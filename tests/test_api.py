@@ -1,6 +1,5 @@
 """What the interface promises beyond test_promises.py."""
 
-import base64
 import gzip
 import re
 from collections.abc import Iterator
@@ -97,18 +96,6 @@ def test_4096_clients_are_remembered_and_the_least_recent_is_forgotten() -> None
 # ---- The page, and every answer ------------------------------------------------------
 
 
-def test_the_page_allows_only_its_own_code(owner: Client) -> None:
-    page = owner.call("GET", "/")
-    policy = page.headers["Content-Security-Policy"]
-    for tag in (b"script", b"style"):
-        codes = re.findall(rb"<%b[^>]*>(.*?)</%b>" % (tag, tag), page.body, re.DOTALL)
-        digests = [base64.b64encode(waker.sha256(code)).decode() for code in codes]
-        allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-        assert f" {tag.decode()}-src {allowed};" in policy
-    for part in ("connect-src 'self';", "form-action 'none'", "frame-ancestors 'none'"):
-        assert part in policy
-
-
 @pytest.mark.parametrize(
     ("accepted", "is_packed"),
     [("deflate, GZIP;q=0.5", True), ("br, gzip; q=0.000, *", False)],
@@ -136,3 +123,8 @@ def test_every_answer_has_the_security_headers(owner: Client, path: str) -> None
     assert fields["Referrer-Policy"] == "no-referrer"
     assert fields["Cross-Origin-Resource-Policy"] == "same-origin"
     assert "Access-Control-Allow-Origin" not in fields
+    if path == "/":
+        policy = fields["Content-Security-Policy"]
+        for part in ("connect-src 'self'", "form-action 'none'", "base-uri 'none'"):
+            assert f" {part};" in policy
+        assert "frame-ancestors 'none';" in policy

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import CHECKOUT, MACHINE, MODULE, PIN, environment, need
+from conftest import CHECKOUT, MACHINE, MODULE, PIN, environment
 from homelab import bind, public_line
 from machine import Machine
 from namespaces import Home, udp_packets
@@ -90,14 +90,6 @@ def test_settings_that_are_open_to_others_are_wrong(tmp_path: Path) -> None:
     table = run({}, *command)
     assert re.match(f"WRONG .*chmod 600 {file}", table["configuration"])
     assert "SSH key" in table
-
-
-def test_a_private_key_is_checked_even_if_no_host_key_is_pinned(tmp_path: Path) -> None:
-    file = tmp_path / "ssh_key"
-    command = [need("ssh-keygen"), "-q", "-t", "ed25519", "-N", "secret", "-f"]
-    subprocess.run([*command, str(file)], check=True)
-    table = run(BASE | {"WAKER_SSH_KEY": str(file)})
-    assert re.match(f"WRONG .*{file} has a passphrase", table["SSH key"])
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import select
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -18,10 +17,10 @@ from conftest import (
     answer_on,
     daemon,
     knock,
-    need,
     need_root,
     no_threads,
     places,
+    preload,
     running,
     wait_for,
 )
@@ -217,19 +216,6 @@ def test_a_request_that_arrives_at_the_last_moment_is_answered(come: Come) -> No
             assert [answer_on(tcp).status for tcp in (*waiting, newcomer)] == [200] * 65
 
 
-def test_a_client_that_sends_nothing_takes_no_thread_and_no_line_of_the_log() -> None:
-    """It stays in the kernel. Some monitors only connect."""
-    with daemon(MACHINE) as started:
-        idle, client = started.uses(), started.client
-        with knock(client, b"") as silent:
-            assert client.call("GET", "/").status == 200
-            wait_for(started.uses, lambda now: now == idle, seconds=8)
-            silent.shutdown(socket.SHUT_WR)
-            assert silent.recv(1) == b""
-        assert started.stop() == 0
-        assert not any("ip=" in line for line in started.log)
-
-
 # ---- A difficult system --------------------------------------------------------------
 
 
@@ -257,7 +243,7 @@ def test_it_starts_when_no_name_can_be_resolved(tmp_path: Path) -> None:
         assert time.monotonic() - began < 5  # a look-up takes as long, or longer
 
 
-NO_IPV6 = r"""
+NO_IPV6 = """
 #include <errno.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -275,9 +261,6 @@ int socket(int domain, int type, int protocol)
 
 def test_the_default_address_works_on_a_box_without_ipv6(tmp_path: Path) -> None:
     """As with the kernel's option ipv6.disable=1."""
-    library = str(tmp_path / "no_ipv6.so")
-    command = [need("gcc"), "-shared", "-fPIC", "-o", library, "-xc", "-"]
-    subprocess.run(command, input=NO_IPV6, text=True, check=True)
-    settings = {"WAKER_LISTEN": "[::]:0", "LD_PRELOAD": library}
+    settings = {"WAKER_LISTEN": "[::]:0"} | preload(tmp_path, NO_IPV6)
     with daemon(MACHINE | settings) as started:
         assert started.client.call("GET", "/").status == 200

@@ -34,7 +34,6 @@ PROMPTS = "/run/systemd/ask-password"
 HELPER = "/usr/lib/systemd/systemd-reply-password"
 ROOT = {"root": "x"}
 HOME = {"root": "x", "home": "y"}
-BOTH = {"root": "x", "home": "x"}
 ODD_PASSPHRASE = "-n '$(id)` a\\tb\\0 " + "é" * 244 + "xy \u00a0 "  # 512 bytes
 UNLOCKED = "unlocked: .* "
 WRONG = "wrong_passphrase: .* disk "
@@ -46,7 +45,6 @@ echo 0::/system.slice/systemd-cryptsetup@root.service >FOLDER/cgroup
 sh -c 'mount --bind FOLDER/cgroup /proc/$$/cgroup
     exec systemd-ask-password --no-tty --timeout=0 --id=tpm2-pin PIN:' >>FOLDER/tried &
 """
-FAILED = "touch FOLDER/keys/other FOLDER/failed/other"
 OPENED = "touch FOLDER/keys/open FOLDER/opened/open"
 STRAY = "systemd-ask-password --no-tty --timeout=0 --id=cryptsetup:x X >>FOLDER/tried &"
 # The prompt that is found first is the data disk's.
@@ -70,15 +68,13 @@ def systemd(  # noqa: PLR0913 - most tests want one or two of them
     setup: str = "",
     *,
     then: str = "",
-    until: str = "",
     options: str = "",
     command: str = f"dash {SCRIPT}",
 ) -> Iterator[Settings]:
     """Run OpenSSH in a simulated systemd initrd, which crypttab's `options` apply to.
 
-    Run `setup` before its disks ask. All ask at once, or all but the first a second
-    after the file `until` exists. Run `then` when they do, before OpenSSH starts. The
-    file `tried` lists the passphrases that each disk was given.
+    Run `setup` before its disks ask, all at once. Run `then` when they do, before
+    OpenSSH starts. The file `tried` lists the passphrases that each disk was given.
     """
     for name in ("keys", "opened", "failed", "units", "etc"):
         (folder / name).mkdir()
@@ -95,8 +91,6 @@ def systemd(  # noqa: PLR0913 - most tests want one or two of them
     mounts, _, sshd = start.partition("exec ")
     layers = f"lowerdir=/etc,upperdir={folder}/etc/upper,workdir={folder}/etc/work"
     disks = [f"sh {INITRDS}/cryptsetup.sh {folder} {disk} &" for disk in keys]
-    later = f"until [ -e {folder}/{until or '.'} ]; do sleep 0.1; done; sleep 1"
-    asking = 1 if until else len(keys)
     lines = [
         f"mount -t tmpfs none {folder}/etc; mkdir {folder}/etc/upper {folder}/etc/work",
         f"mount -t overlay none /etc -o {layers}",
@@ -104,11 +98,8 @@ def systemd(  # noqa: PLR0913 - most tests want one or two of them
         f"{mounts} mkdir -p {PROMPTS}",
         f"printf '%s /dev/x none\\n' {' '.join(keys)} >/etc/crypttab",
         setup.replace("FOLDER", str(folder)),
-        *disks[:1],
-        f"({later if until else ':'}",
-        *disks[1:],
-        "wait) &",
-        f"until [ $(grep -ls Id=cryptsetup {PROMPTS}/ask.* | wc -l) = {asking} ]",
+        *disks,
+        f"until [ $(grep -ls Id=cryptsetup {PROMPTS}/ask.* | wc -l) = {len(keys)} ]",
         "do sleep 0.05; done" if keys else "do break; done",
         then,
         f"{sshd} -o 'ForceCommand={command}' & wait",
@@ -134,11 +125,6 @@ CASES = {
         *(ROOT, {"options": ",tries=0"}),
         {"1": rf"{WRONG}root\.$", "2": WRONG, "3": WRONG, "x": UNLOCKED},
         ["root 1", "root 2", "root 3", "root x"],
-    ),
-    "another had failed": (
-        *(BOTH, {"setup": FAILED, "until": "opened/root"}),
-        {"1": f"{WRONG}root", "x": f"{UNLOCKED}root, home."},
-        ["root 1", "root x", "home x"],
     ),
     "every disk open": ({}, {"setup": OPENED}, {"x": "already_open: "}, []),
     "PIN and passphrase asked for": (
