@@ -5,11 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import (
-    MACHINE,
-    PIN,
-    run_waker,
-)
+from conftest import MACHINE, PIN, run_waker
 
 import waker
 
