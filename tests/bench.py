@@ -1,9 +1,7 @@
 """waker beside an empty server and `ssh`, in the same run: `make bench`, as root.
 
-They take turns in each round. A cell shows the median of the rounds and, after an x,
-the median of its ratios to the first row. Times begin with the start of the process;
-MB are its resident set. ApacheBench asks for 8 pages at a time. waker is the one file
-that `make dist` makes, which is compiled at each start.
+They take turns in each round. docs/load.md explains the figures. Times begin with the
+start of the process; MB are its resident set. ApacheBench asks for 8 pages at a time.
 
     python3 tests/bench.py [ROUNDS]
 """
@@ -20,15 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from conftest import (
-    CHECKOUT,
-    MACHINE,
-    PASSPHRASE,
-    PIN,
-    daemon,
-    environment,
-    need,
-)
+from conftest import CHECKOUT, MACHINE, PASSPHRASE, PIN, daemon, environment, need
 from machine import Machine
 
 Figures = Sequence[float]

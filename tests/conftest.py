@@ -169,16 +169,6 @@ def wait_for_child(pid: int) -> int:
     return wait_for(find)
 
 
-@contextlib.contextmanager
-def no_threads() -> Iterator[None]:
-    """Make every attempt to start a thread in this process fail."""
-    usual = threading.stack_size(1 << 46)  # bytes: more than any system has
-    try:
-        yield
-    finally:
-        threading.stack_size(usual)
-
-
 def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run make in a folder that gets a copy of what the box needs of the checkout."""
     folder.mkdir(exist_ok=True)

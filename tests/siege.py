@@ -1,11 +1,8 @@
 """The daemon under attack, and whether its owner still gets through: `make siege`.
 
 Each attack is made on daemons of its own under the usual limit of 1,024 descriptors,
-whose stderr is a pipe that nobody reads. The attacker is a process of its own, which
-opens each connection again two seconds after it was seen to be closed, or all of them
-at once every two seconds. For ten seconds the owner, without a login, asks for the page
-ten times a second. The table shows the worst: until the owner had the whole page;
-requests that stayed without an answer.
+whose stderr is a pipe that nobody reads. For ten seconds the owner, without a login,
+asks for the page ten times a second. docs/load.md says what the attacker does.
 
     python3 tests/siege.py [TIMES [PART-OF-A-NAME ...]]
 """

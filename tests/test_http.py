@@ -18,13 +18,11 @@ from conftest import (
     daemon,
     knock,
     need_root,
-    no_threads,
     places,
     preload,
     running,
     wait_for,
 )
-from machine import Frozen
 from namespaces import hosts, ip
 
 import waker
@@ -195,36 +193,7 @@ def test_an_ipv6_network_counts_as_one_client(come: Come) -> None:
         assert all(map(is_open, others))
 
 
-def test_a_request_that_arrives_at_the_last_moment_is_answered(come: Come) -> None:
-    """Its thread has to make room, and has had no time to read it."""
-    with daemon(MACHINE) as started:
-        tasks = Path(f"/proc/{started.process.pid}/task")
-        idle = {*tasks.iterdir()}
-        waiting = come(started.client, places(1, 64))
-
-        def is_settled() -> bool:
-            return started.uses()[0] == len(idle) + 64 and started.busy(0.2) == 0
-
-        wait_for(is_settled)
-        frozen = Frozen(int(task.name) for task in {*tasks.iterdir()} - idle)
-        for tcp in waiting:
-            tcp.sendall(b"\r\n")
-        naps = started.count_naps()
-        with knock(started.client, GET + b"\r\n", "127.0.0.9") as newcomer:
-            wait_for(lambda: started.count_naps() > naps + 5)  # several were chosen
-            frozen.thaw()
-            assert [answer_on(tcp).status for tcp in (*waiting, newcomer)] == [200] * 65
-
-
 # ---- A difficult system --------------------------------------------------------------
-
-
-def test_without_a_thread_it_hangs_up_and_goes_on(server: Client) -> None:
-    with no_threads():
-        for _ in range(65):  # one more than may be open at a time
-            with pytest.raises(ConnectionError):
-                server.call("GET", "/")
-    assert server.call("GET", "/").status == 200
 
 
 def test_it_starts_when_no_name_can_be_resolved(tmp_path: Path) -> None:

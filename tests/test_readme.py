@@ -154,19 +154,24 @@ def test_the_timer_sends_one_message_when_the_server_waits(
 
 
 def test_fail2ban_finds_who_guesses_pins_and_nobody_else(tmp_path: Path) -> None:
+    """Least of all a trusted proxy: its ban would shut out everybody behind it."""
     bait = "ip=203.0.113.66 refused POST /api/auth: 401 Wrong PIN"
     path = bait.replace(" ", "%20").encode()
-    with daemon(MACHINE) as started:
-        client = started.client.log_in()  # counts as an attempt
+    by = {"X-Forwarded-For": "192.0.2.1"}
+    with daemon(MACHINE | {"WAKER_TRUSTED_PROXY": "127.0.0.1"}) as started:
+        client = started.client
+        assert client.attempt(PIN, by).status == 200
         for _ in range(9):
-            assert client.attempt(bait).status == 401
-        assert client.attempt(PIN).status == 429
-        client.raw(b"POST /api/auth:%b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
+            assert client.attempt(bait, by).status == 401
+        assert client.attempt(PIN, by).status == 429
+        assert client.attempt("wrong PIN").status == 401
+        client.raw(b"POST /api/auth:%b HTTP/1.1\r\nX-Forwarded-For: ::1\r\n\r\n" % path)
         client.raw(b"POST /api/auth HTTP/1.1\r\nX: \n%b\r\n\r\n" % bait.encode())
         assert started.stop() == 0
+    assert not any("ip=127.0.0.1" in line for line in started.log)
     lines = [f"Nov 21 23:59:59 box waker[99]: {line}\n" for line in started.log]
     log, rule = tmp_path / "log", tmp_path / "waker.conf"
     log.write_text("".join(lines))
     rule.write_text(blocks(INTEGRATIONS, "## fail2ban")[1])
     command = [need("fail2ban-regex"), "--out", "ip", str(log), str(rule)]
-    assert subprocess.check_output(command, text=True).split() == ["127.0.0.1"] * 10
+    assert subprocess.check_output(command, text=True).split() == ["192.0.2.1"] * 10
