@@ -52,16 +52,16 @@ def test_an_unlock_that_hangs_ends_itself_in_time(machine: Machine) -> None:
     assert (ended.returncode, ended.stdout) == (-signal.SIGALRM, "")
 
 
-def unlock_by(
-    folder: Path, code: str, cancelled: threading.Event | None = None
-) -> waker.Result:
+def unlock_by(folder: Path, code: str, *, cancel: bool = False) -> waker.Result:
     """Unlock by a process of which the test says what it does."""
     program = folder / "child.py"
     program.write_text(f"import pathlib, sys\n{code}\n")
     config = waker.read_config(MACHINE | {"WAKER_PIN": PIN}, Path())
     unlocker = waker.Unlocker(config, program, os.environ)
-    events = cancelled or threading.Event(), threading.Event()
-    return unlocker.run(waker.Passphrase(PASSPHRASE), *events)
+    cancelled, sent = threading.Event(), threading.Event()
+    if cancel:
+        cancelled.set()
+    return unlocker.run(waker.Passphrase(PASSPHRASE), cancelled, sent)
 
 
 SENT = '{"sent": true}\n'
@@ -90,10 +90,8 @@ def test_only_a_complete_result_is_believed(
 def test_a_cancelled_unlock_is_given_no_passphrase(tmp_path: Path) -> None:
     """The cancel may come while the process begins."""
     given = tmp_path / "given"
-    cancelled = threading.Event()
-    cancelled.set()
     code = f"pathlib.Path({str(given)!r}).write_text(sys.stdin.read())"
-    result = unlock_by(tmp_path, code, cancelled)
+    result = unlock_by(tmp_path, code, cancel=True)
     assert result.outcome is waker.Outcome.CANCELLED
     assert given.read_text() == ""
 
