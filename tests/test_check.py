@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import CHECKOUT, MACHINE, MODULE, PIN, environment
+from conftest import CHECKOUT, MACHINE, MODULE, PIN, environment, need
 from homelab import bind, public_line
 from machine import Machine
 from namespaces import Home, udp_packets
@@ -120,3 +120,11 @@ def test_the_packets_route_is_shown_and_nothing_is_sent(home: Home) -> None:
             assert re.match(seen, table["magic packet"])
             assert "MAC address" not in table
         assert udp_packets(at_machine) == udp_packets(at_provider) == []
+
+
+def test_a_private_key_is_checked_even_if_no_host_key_is_pinned(tmp_path: Path) -> None:
+    file = tmp_path / "ssh_key"
+    command = [need("ssh-keygen"), "-q", "-t", "ed25519", "-N", "secret", "-f"]
+    subprocess.run([*command, str(file)], check=True)
+    table = run(BASE | {"WAKER_SSH_KEY": str(file)})
+    assert re.match(f"WRONG .*{file} has a passphrase", table["SSH key"])

@@ -2,10 +2,20 @@
 
 import base64
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import MACHINE, PIN, run_waker
+from conftest import (
+    CHECKOUT,
+    MACHINE,
+    MODULE,
+    PIN,
+    environment,
+    need,
+    need_root,
+    run_waker,
+)
 
 import waker
 
@@ -176,3 +186,23 @@ def test_each_line_that_could_be_misread_is_refused_by_number_and_not_quoted(
 def test_with_any_setting_the_usual_file_is_not_read() -> None:
     ended = run_waker("state", settings={"WAKER_SSH_USER": "x"})
     assert re.fullmatch("WAKER_HOMELAB_HOST is not set.*\n", ended.stderr)
+
+
+def test_whoever_forgets_sudo_is_told_and_not_to_replace_the_file(
+    tmp_path: Path,
+) -> None:
+    need_root()  # the command below loses its right to read any file
+    file = tmp_path / "waker.env"
+    file.write_text("WAKER_PIN=secret\n")
+    file.chmod(0)
+    rights = "--bounding-set=-dac_override,-dac_read_search"
+    ended = subprocess.run(
+        [need("setpriv"), rights, *MODULE, "--env-file", str(file), "check"],
+        cwd=CHECKOUT,
+        env=environment({}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (78, "")
+    assert ended.stderr == f"{file} cannot be read; use sudo\n"

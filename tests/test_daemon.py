@@ -1,5 +1,6 @@
 """The program as users run it: the process that unlocks, its end, and its prompt."""
 
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from conftest import (
     environment,
     need,
     need_root,
+    new_app,
     run_waker,
     wait_for,
 )
@@ -25,6 +27,23 @@ from machine import Machine
 import waker
 
 # ---- Secrets -------------------------------------------------------------------------
+
+
+def test_a_value_does_not_show_its_secret_when_it_is_printed() -> None:
+    config = waker.read_config(MACHINE | {"WAKER_PIN": PIN}, Path())
+    app = new_app(config)
+    token = app.gate.issue_token(0)
+    body = json.dumps({"passphrase": PASSPHRASE}).encode()
+    values = [
+        *(config, config.pin, waker.Passphrase(PASSPHRASE), app, app.gate),
+        waker.Request("POST", "/x", {"x": token}, body, "192.0.2.1", 0),
+        waker.Response({"token": token}),
+    ]
+    shown = f"{values} {[*map(str, values)]}"
+    secrets = [PIN, "horse", token]
+    for digest in (waker.sha256(PIN.encode()), waker.sha256(token.encode())):
+        secrets += [digest.hex(), repr(digest)[2:-1]]
+    assert [secret for secret in secrets if secret in shown] == []
 
 
 def test_a_bug_is_logged_by_its_place_and_without_its_text(machine: Machine) -> None:

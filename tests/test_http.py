@@ -23,6 +23,7 @@ from conftest import (
     running,
     wait_for,
 )
+from machine import Frozen
 from namespaces import hosts, ip
 
 import waker
@@ -163,6 +164,27 @@ def test_chance_decides_who_makes_room(come: Come, server: Client) -> None:
     # On average, 38 of 64 stay. If always the newest went, 63 would; if the oldest, 31.
     assert sum(map(is_open, first)) < 60
     assert any(map(is_open, first[:32]))
+
+
+def test_a_request_that_arrives_at_the_last_moment_is_answered(come: Come) -> None:
+    """Its thread has to make room, and has had no time to read it."""
+    with daemon(MACHINE) as started:
+        tasks = Path(f"/proc/{started.process.pid}/task")
+        idle = {*tasks.iterdir()}
+        waiting = come(started.client, places(1, 64))
+
+        def is_settled() -> bool:
+            return started.uses()[0] == len(idle) + 64 and started.busy(0.2) == 0
+
+        wait_for(is_settled)
+        frozen = Frozen(int(task.name) for task in {*tasks.iterdir()} - idle)
+        for tcp in waiting:
+            tcp.sendall(b"\r\n")
+        naps = started.count_naps()
+        with knock(started.client, GET + b"\r\n", "127.0.0.9") as newcomer:
+            wait_for(lambda: started.count_naps() > naps + 5)  # several were chosen
+            frozen.thaw()
+            assert [answer_on(tcp).status for tcp in (*waiting, newcomer)] == [200] * 65
 
 
 def test_six_connections_count_as_one(come: Come, server: Client) -> None:
