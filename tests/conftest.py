@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from cryptroot_unlock import Disks
 from homelab import Homelab
 
 import waker
@@ -472,8 +471,7 @@ def daemon(
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[Homelab]:
     """A machine that sleeps."""
-    disks = Disks({"cryptroot": PASSPHRASE})
-    with contextlib.closing(Homelab(tmp_path, disks=disks)) as machine:
+    with contextlib.closing(Homelab(tmp_path, PASSPHRASE)) as machine:
         yield machine
 
 

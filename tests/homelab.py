@@ -19,7 +19,6 @@ from pathlib import Path
 from threading import Event, Thread
 
 import paramiko
-from cryptroot_unlock import Disks, cryptroot_unlock
 from paramiko import common
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -86,16 +85,17 @@ class Session(paramiko.ServerInterface):
 
 @dataclass
 class SshServer:
-    """An SSH server on one port, with one host key and at most one command."""
+    """An SSH server on one port. If it has a passphrase, it unlocks one disk."""
 
     listener: socket.socket
     host_key: paramiko.PKey
     ident: str
     authorized: str = ""
-    state: Path | None = None
+    passphrase: str = ""
 
     def __post_init__(self) -> None:
-        self.ended = Event()  # set when the last disk is unlocked
+        self.ended = Event()  # set when the disk is open, and that was said
+        self._is_open = False
         self._transports: list[paramiko.Transport] = []
         self.listener.listen(16)
         Thread(target=self._accept, daemon=True).start()
@@ -114,15 +114,24 @@ class SshServer:
         """Run a command for a client, as its login shell would."""
         status = 127  # there is no such command
         with contextlib.suppress(OSError, EOFError):  # the client has gone
-            if self.state and command == b"cryptroot-unlock":
-                read = channel.makefile("rb").read
-                status = cryptroot_unlock(
-                    self.state, read, lambda text: channel.sendall(text.encode())
-                )
+            if self.passphrase and command == b"cryptroot-unlock":
+                status = self._unlock(channel)
             channel.send_exit_status(status)
             channel.shutdown_write()  # to close might overtake "the command has begun"
-            if self.state and not Disks.load(self.state).locked:
+            if self._is_open:
                 self.ended.set()
+
+    def _unlock(self, channel: paramiko.Channel) -> int:
+        """Act as `cryptroot-unlock` of cryptsetup-initramfs 2.6.1."""
+        if self._is_open:
+            return 0
+        channel.sendall(b"Please unlock disk cryptroot\n")
+        self._is_open = channel.makefile("rb").read() == self.passphrase.encode()
+        if self._is_open:
+            channel.sendall(b"cryptsetup: cryptroot set up successfully\n")
+            return 0
+        channel.sendall(b"cryptsetup: cryptsetup failed, bad password or options?\n")
+        return 1
 
     def close(self) -> None:
         """Hang up on everybody."""
@@ -135,17 +144,16 @@ class SshServer:
 
 @dataclass
 class Homelab:
-    """The machine. Its folder has our key and the state of its disks."""
+    """The machine. Its folder has our key."""
 
     folder: Path
-    disks: Disks
+    passphrase: str
     address: str = "127.0.0.1"
     packet_port: int = 0  # for UDP; 0 is any free one
     pace: float = 0  # seconds that its firmware and its boot take, each
 
     def __post_init__(self) -> None:
         self.mac = "52:54:00:12:34:56"
-        self.state = self.folder / "disks.json"
         self.ssh_key = self.folder / "ssh_key"
         client_key, self._initrd_key, self._system_key = (new_key() for _ in range(3))
         client_key.write_private_key_file(str(self.ssh_key))
@@ -185,7 +193,6 @@ class Homelab:
     def _live(self) -> None:
         wanted = b"\xff" * 6 + bytes.fromhex(self.mac.replace(":", "")) * 16
         while not self._closed.is_set():
-            self.disks.save(self.state)
             ports = self.initrd_port, self.system_port
             holes = [Blackhole(self.address, port) for port in ports]
             self._off.set()
@@ -206,11 +213,11 @@ class Homelab:
         """Boot, wait for the passphrase, boot on, and be up until the power is cut."""
         self._power_cut.wait(self.pace)
         listener, key = bind(self.address, self.initrd_port), self._initrd_key
-        initrd = SshServer(listener, key, DROPBEAR, self._authorized, self.state)
+        initrd = SshServer(listener, key, DROPBEAR, self._authorized, self.passphrase)
         with contextlib.closing(initrd):
             while not (self._power_cut.is_set() or initrd.ended.wait(0.05)):
                 pass
-        if Disks.load(self.state).locked:
+        if not initrd.ended.is_set():
             return
         self._power_cut.wait(self.pace)
         listener = bind(self.address, self.system_port)
@@ -236,7 +243,7 @@ def main(wish: str = "127.0.0.1:8080") -> int:
         sys.exit(f"{wish} cannot be used; {right}")
     pin, passphrase = "24681012", "correct horse battery staple"
     with tempfile.TemporaryDirectory(prefix="waker-demo-") as name:
-        machine = Homelab(Path(name), disks=Disks({"cryptroot": passphrase}), pace=4)
+        machine = Homelab(Path(name), passphrase, pace=4)
         own = {"WAKER_PIN": pin, "WAKER_HOMELAB_NAME": "demo server"}
         config = waker.read_config(machine.settings() | own, Path(name))
         config = config._replace(packet_port=machine.packet_port, listen=listen)

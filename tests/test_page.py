@@ -31,7 +31,6 @@ from conftest import (
     serving,
     wait_for,
 )
-from cryptroot_unlock import Disks
 from homelab import Homelab
 from playwright.sync_api import Browser, Playwright, Route, expect, sync_playwright
 from slow_line import slow_line
@@ -186,7 +185,7 @@ def test_two_secrets_and_two_enters_bring_the_machine_up(
     tmp_path: Path, new_phone: NewPhone
 ) -> None:
     """It is announced; a second phone sees it; no secret is kept or goes elsewhere."""
-    lab = Homelab(tmp_path, disks=Disks({"cryptroot": PASSPHRASE}), pace=2)
+    lab = Homelab(tmp_path, PASSPHRASE, pace=2)
     config = waker.read_config({"WAKER_PIN": PIN} | lab.settings(), tmp_path)
     config = config._replace(packet_port=lab.packet_port)
     app = new_app(config, lab.settings())
@@ -644,7 +643,7 @@ def test_with_round_trips_of_2_s_nothing_moves_and_no_alarm_is_false(
     tmp_path: Path, new_phone: NewPhone
 ) -> None:
     """Two minutes, with a whole start in them."""
-    lab = Homelab(tmp_path, disks=Disks({"cryptroot": PASSPHRASE}), pace=10)
+    lab = Homelab(tmp_path, PASSPHRASE, pace=10)
     config = waker.read_config({"WAKER_PIN": PIN} | lab.settings(), tmp_path)
     config = config._replace(packet_port=lab.packet_port)
     app = new_app(config, lab.settings())

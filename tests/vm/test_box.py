@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from computer import PATIENCE, Computer, Owner, computer_of
 from conftest import PASSPHRASE, PIN, Client, blocks, daemon, make, need, wait_for
-from cryptroot_unlock import Disks
 from guests import ADDRESS, BOXES, BUILD, PACKAGES, ROUTER, ready
 from homelab import Homelab
 from namespaces import hosts
@@ -62,8 +61,7 @@ class Box:
 
 
 def new_machine(folder: Path, address: str = "127.0.0.1") -> Homelab:
-    disks = Disks({"cryptroot": PASSPHRASE})
-    return Homelab(folder, disks=disks, address=address, packet_port=9)
+    return Homelab(folder, PASSPHRASE, address, packet_port=9)
 
 
 def check_all_steps(owner: Owner) -> str:
