@@ -10,9 +10,7 @@ import itertools
 import json
 import os
 import re
-import struct
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,11 +27,9 @@ from conftest import (
     new_app,
     running,
     serving,
-    wait_for,
 )
 from homelab import Homelab
 from playwright.sync_api import Browser, Playwright, Route, expect, sync_playwright
-from slow_line import slow_line
 from stage import Phone, after_a_start, before_a_start, during_a_start
 
 import waker
@@ -290,10 +286,8 @@ def test_steps_times_and_the_usual_duration_come_from_the_daemon(
     phone.tell("up", "done", "up", "Fine.", 0, 38, 42, 62, 62).sees("up")
     expect(phone.page).to_have_title("Up \N{EN DASH} Home server")
     expect(steps.first).to_be_hidden()
-    phone.tell("off", "waking", "", "", 0, 61).reads("Usually up within 1:02.")
-    phone.tell("off", "waking", "", "", 0, 63).reads("Longer than usual.")
     phone.tell("up", "done", "up", "It was up already.", 0, 99).sees("up")
-    phone.tell("off", "waking", "", "", 0, 64).reads("Longer than usual.")
+    phone.tell("off", "waking", "", "", 0, 63).reads("Longer than usual.")
     for usual in ("1:02", "1:02", "1:02", "1:02", "0:50"):  # the longest of five
         phone.tell("up", "done", "up", "Fine.", 0, 38, 42, 50, 50).sees("up")
         phone.tell("off", "waking", "", "", 0, 1).reads(f"Usually up within {usual}.")
@@ -609,62 +603,6 @@ def test_a_missed_check_forgets_nothing(api: Client, phone: Phone) -> None:
     assert phone.buttons() == ["Try anyway"]
 
 
-def test_a_hanging_connection_delays_the_status_by_less_than_6_s(
-    api: Client, lab: Homelab, phone: Phone
-) -> None:
-    """As when a phone leaves its Wi-Fi."""
-    with slow_line(api.port) as line:
-        phone.page.goto(f"http://127.0.0.1:{line.port}/")
-        phone.give_pin().sees("off")
-        line.hanging = 1
-        wait_for(lambda: line.hanging == 0)
-        api.log_in().call("POST", "/api/wol")
-        began = time.monotonic()
-        phone.sees("locked")
-        assert time.monotonic() - began < 6
-
-
-# Record twenty times a second what is visible, and where.
-WATCH = """() => {
-    window.seen = [];
-    setInterval(() => {
-        const boxes = [...document.querySelectorAll("h1, button, input, li, #message")]
-            .filter((e) => e.getClientRects().length)
-            .map((e) => [e.id, e.getBoundingClientRect().top]);
-        const text = (id) => document.getElementById(id).textContent;
-        const view = document.querySelector("main").dataset.view;
-        seen.push([view, text("age"), JSON.stringify(boxes)]);
-    }, 50);
-}"""
-
-
-@pytest.mark.browsers
-def test_with_round_trips_of_2_s_nothing_moves_and_no_alarm_is_false(
-    tmp_path: Path, new_phone: NewPhone
-) -> None:
-    """Two minutes, with a whole start in them."""
-    lab = Homelab(tmp_path, PASSPHRASE, pace=10)
-    config = waker.read_config({"WAKER_PIN": PIN} | lab.settings(), tmp_path)
-    config = config._replace(packet_port=lab.packet_port)
-    app = new_app(config, lab.settings())
-    with contextlib.closing(lab), serving(app) as client:
-        with slow_line(client.port, 2) as line:
-            phone = new_phone()
-            phone.page.goto(f"http://127.0.0.1:{line.port}/")
-            phone.page.evaluate(WATCH)
-            phone.give_pin().sees("off")
-            phone.page.wait_for_timeout(30_000)
-            phone.start().sees("starting").sees("up")
-            phone.page.wait_for_timeout(30_000)
-            seen = phone.page.evaluate("seen")
-    assert {age for _, age, _ in seen} == {""}
-    views = [view for view, _ in itertools.groupby(view for view, _, _ in seen)]
-    assert views == ["pin", "off", "starting", "up"]
-    for view in views:
-        places = {place for seen_view, _, place in seen if seen_view == view}
-        assert len(places) == 1, (view, places)
-
-
 def test_a_start_is_made_once_and_can_be_cancelled(
     asleep: waker.Config, phone: Phone
 ) -> None:
@@ -695,10 +633,9 @@ def test_a_server_that_did_not_confirm_gets_another_passphrase(
     assert phone.buttons() == ["Unlock", "Stop watching"]
     phone.hold("start").start("another").reads("Starting…")
     phone.tell("locked", "unlocking").release(200, {})
-    phone.sees("starting").tell("off", "booting", "not_confirmed").sees("starting")
-    phone.reads("Stop watching").tell("locked", "booting", "not_confirmed").sees(
-        "doubtful"
-    )
+    phone.sees("starting").tell("off", "booting", "not_confirmed")
+    phone.reads("Stop watching").sees("starting")  # the initrd has ended
+    phone.tell("locked", "booting", "not_confirmed").sees("doubtful")
     assert phone.buttons() == ["Try another passphrase", "Stop watching"]
     assert phone.page.locator("#passphrase").input_value() == ""
 
@@ -723,12 +660,9 @@ def test_the_line_below_the_state_knows_how_the_last_start_ended(
     for state, phase, outcome, text in (
         ("off", "failed", "not_awake", ""),
         ("off", "failed", "not_up", silent),
-        ("off", "cancelled", "unlocked", silent),
         ("off", "cancelled", "not_confirmed", silent),
         ("booting", "cancelled", "not_confirmed", closed),
-        ("booting", "cancelled", "unlocked", opened),
         ("booting", "cancelled", "already_open", opened),
-        ("booting", "failed", "not_asked", closed),
     ):
         phone.tell(state, phase, outcome, f"{state} {outcome}")
         expect(more).to_have_text(f"{state} {outcome}", ignore_case=True)
@@ -861,19 +795,7 @@ def test_a_hidden_page_sends_no_requests(
             phone.page.bring_to_front()
 
 
-def test_a_browser_without_modules_is_told_that_it_is_too_old(
-    api: Client, phone: Phone
-) -> None:
-    module = '<script type="module">'
-    assert module in SOURCE
-    phone.page.set_content(SOURCE.replace(module, '<script type="unknown">'))
-    phone.reads("This browser is too old for this page: update it, or use Safari 15.4")
-    assert phone.buttons() == []
-
-
-def test_a_browser_without_what_the_page_needs_is_told_that_it_is_too_old(
-    api: Client, phone: Phone
-) -> None:
+def test_a_browser_that_is_too_old_is_told_so(api: Client, phone: Phone) -> None:
     phone.page.add_init_script("delete Object.hasOwn")
     phone.open(api)
     phone.reads("This browser is too old for this page: update it, or use Safari 15.4")
@@ -921,11 +843,8 @@ def test_a_later_exception_is_shown(api: Client, phone: Phone) -> None:
     assert "on purpose" in phone.console.pop()
 
 
-@pytest.mark.parametrize("length", [8, 128])
-def test_the_shortest_and_the_longest_pin_can_be_typed(
-    config: waker.Config, phone: Phone, length: int
-) -> None:
-    pin = ("123456789-" * 13)[:length]
+def test_the_longest_pin_can_be_typed(config: waker.Config, phone: Phone) -> None:
+    pin = "123456789-" * 12 + "12345678"
     with running(config._replace(pin=waker.Pin(pin))) as client:
         phone.open(client).page.keyboard.insert_text(pin)
         phone.page.keyboard.press("Enter")
@@ -987,8 +906,6 @@ def test_the_page_can_be_installed_from_a_reverse_proxys_subpath(
         assert '"name":"127.0.0.1"' in manifest["data"]  # not waker's: may be two
         errors = cdp.send("Page.getInstallabilityErrors")["installabilityErrors"]
         assert [error["errorId"] for error in errors] == ["in-incognito"]  # tests are
-    icon = api.call("GET", "/apple-touch-icon.png")
-    assert struct.unpack(">2I", icon.body[16:24]) == (180, 180)
 
 
 def test_two_wakers_at_one_address_keep_their_names_apart(
@@ -1018,10 +935,3 @@ def test_two_wakers_at_one_address_keep_their_names_apart(
         manifest = str(page.locator("[rel=manifest]").get_attribute("href"))
         known = json.loads(unquote(manifest.partition(",")[2]))
         assert (known["name"], known["start_url"]) == (name, f"{base}{path}/")
-
-
-def test_the_disc_is_visible_in_forced_colours(api: Client, phone: Phone) -> None:
-    phone.page.emulate_media(forced_colors="active")
-    phone.tell("locked").open(api).give_pin().sees("locked")
-    style = "getComputedStyle(document.getElementById('disc'), '::before')"
-    assert phone.page.evaluate(f"{style}.borderWidth") == "8px"
