@@ -1,7 +1,4 @@
-"""SSH servers that act as an initrd, and a way to unlock them.
-
-One is OpenSSH; machine.py has dropbear. The other accepts any key, and may lie.
-"""
+"""SSH servers other than the dropbear of machine.py, and a way to unlock them."""
 
 import contextlib
 import json
@@ -9,15 +6,13 @@ import shlex
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import paramiko
 from conftest import PASSPHRASE, is_open, need, need_root, run_waker, wait_for
-from homelab import DROPBEAR, bind, new_key, public_line
-from paramiko.common import AUTH_SUCCESSFUL, OPEN_SUCCEEDED
+from homelab import bind, new_key, public_line
 
 Settings = dict[str, str]
 Serve = Callable[[socket.socket], object]
@@ -32,15 +27,34 @@ RESERVED: list[socket.socket] = []  # kept bound, so that no other program gets 
 
 
 def free_port() -> int:
-    """Reserve a port that refuses connections until a server of ours listens on it."""
+    """Reserve a port that refuses connections."""
     RESERVED.append(bind("127.0.0.1", 0))
     return int(RESERVED[-1].getsockname()[1])
 
 
+def settings_at(
+    folder: Path, port: int, host_key: paramiko.PKey = HOST_KEY, **others: object
+) -> Settings:
+    """Return settings for an SSH server on `port`; pin `host_key`.
+
+    The folder gets waker's key. Others such as SSH_USER replace these settings.
+    """
+    key = new_key()
+    key.write_private_key_file(str(folder / "ssh_key"))
+    (folder / "authorized_keys").write_text(public_line(key))
+    values = {
+        "HOMELAB_HOST": "127.0.0.1",
+        "INITRD_SSH_PORT": port,
+        "SSH_KEY": folder / "ssh_key",
+        "SSH_HOST_KEY": public_line(host_key),
+    }
+    return {f"WAKER_{name}": str(value) for name, value in (values | others).items()}
+
+
 @contextlib.contextmanager
-def tcp_server(serve: Serve) -> Iterator[int]:
+def tcp_server(serve: Serve, address: str = "127.0.0.1") -> Iterator[int]:
     """Listen, and pass each connection to `serve`, in turn; yields the port."""
-    listener = bind("127.0.0.1", 0)
+    listener = bind(address, 0)
     listener.listen()
 
     def accept() -> None:
@@ -56,23 +70,39 @@ def tcp_server(serve: Serve) -> Iterator[int]:
         listener.close()
 
 
-# ---- Unlocking them ------------------------------------------------------------------
+@contextlib.contextmanager
+def process(port: int, script: str, *options: str) -> Iterator[None]:
+    """Start a server in a mount namespace, wait until it listens, and kill it later."""
+    need_root()
+    command = [need("unshare"), "--mount", *options, "sh", "-ec", script]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            wait_for(lambda: is_open("127.0.0.1", port) or server.poll() is not None)
+            assert server.poll() is None, server.communicate()[1]
+            yield
+        finally:
+            server.kill()
 
 
-def settings_at(
-    folder: Path, port: int, host_key: paramiko.PKey = HOST_KEY, **others: object
-) -> Settings:
-    """Return what `waker unlock` needs; others such as SSH_USER replace these."""
-    file = folder / "ssh_key"
-    if not file.exists():
-        new_key().write_private_key_file(str(file))
-    values = {
-        "HOMELAB_HOST": "127.0.0.1",
-        "INITRD_SSH_PORT": port,
-        "SSH_KEY": file,
-        "SSH_HOST_KEY": public_line(host_key),
-    }
-    return {f"WAKER_{name}": str(value) for name, value in (values | others).items()}
+def prepare_sshd(folder: Path) -> tuple[int, Settings, str]:
+    """Write OpenSSH's files; returns port, settings and the command that starts it."""
+    key, port = new_key(), free_port()
+    key.write_private_key_file(str(folder / "host_key"))
+    settings = settings_at(folder, port, key)
+    (folder / "sshd_config").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host_key\n"
+        f"AuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\nUsePAM no\n"
+        "PermitRootLogin prohibit-password\nPidFile none\n"
+    )
+    server = [need("sshd"), "-D", "-e", "-f", str(folder / "sshd_config")]
+    (folder / "passwd").write_text(f"root:x:1:1::{folder}:/bin/sh\n")
+    (folder / "shadow").write_text("root:*:1::::::\n")  # or the account is locked
+    (folder / "group").touch()  # nobody can give a terminal to the group tty
+    mount = (
+        "mount -t tmpfs none /run; mkdir /run/sshd; for name in passwd shadow group;"
+    )
+    mount += f" do mount --bind {folder}/$name /etc/$name; done"
+    return port, settings, f"{mount}; exec {AS_USER_1} {shlex.join(server)}"
 
 
 def run_unlock(settings: Settings, given: str, seconds: int = 60) -> dict[str, Any]:
@@ -94,128 +124,3 @@ def unlock(settings: Settings, given: str = PASSPHRASE, seconds: int = 60) -> st
     result = run_unlock(settings, given, seconds)
     words = f"{result['outcome']}:", result["message"], result["hint"]
     return " ".join(filter(None, words))
-
-
-# ---- OpenSSH -------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def process(port: int, script: str, *options: str) -> Iterator[None]:
-    """Start a server in a mount namespace, wait until it listens, and kill it later."""
-    need_root()
-    command = [need("unshare"), "--mount", *options, "sh", "-ec", script]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        try:
-            wait_for(lambda: is_open("127.0.0.1", port) or server.poll() is not None)
-            assert server.poll() is None, server.communicate()[1]
-            yield
-        finally:
-            server.kill()
-
-
-def prepare_sshd(folder: Path, port: int) -> tuple[Settings, str]:
-    """Write OpenSSH's files; returns waker's settings, and the command to start it."""
-    settings = settings_at(folder, port)
-    HOST_KEY.write_private_key_file(str(folder / "host_key"))
-    key = paramiko.ECDSAKey.from_private_key_file(settings["WAKER_SSH_KEY"])
-    (folder / "authorized_keys").write_text(public_line(key))
-    (folder / "sshd_config").write_text(
-        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host_key\n"
-        f"AuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\nUsePAM no\n"
-        "PermitRootLogin prohibit-password\nPidFile none\n"
-    )
-    server = [need("sshd"), "-D", "-e", "-f", str(folder / "sshd_config")]
-    (folder / "passwd").write_text(f"root:x:1:1::{folder}:/bin/sh\n")
-    (folder / "shadow").write_text("root:*:1::::::\n")  # or the account is locked
-    (folder / "group").touch()  # nobody can give a terminal to the group tty
-    mount = (
-        "mount -t tmpfs none /run; mkdir /run/sshd; for name in passwd shadow group;"
-        f" do mount --bind {folder}/$name /etc/$name; done"
-    )
-    return settings, f"{mount}; exec {AS_USER_1} {shlex.join(server)}"
-
-
-@contextlib.contextmanager
-def openssh(folder: Path, command: str) -> Iterator[Settings]:
-    """Run OpenSSH, whose only command is this one."""
-    port = free_port()
-    settings, start = prepare_sshd(folder, port)
-    with process(port, f"{start} -o {shlex.quote(f'ForceCommand={command}')}"):
-        yield settings
-
-
-# ---- A server that accepts any key, and may lie --------------------------------------
-
-Step = str | Callable[[paramiko.Channel], bytes | None]
-Act = Callable[[paramiko.Transport], object]
-
-
-@dataclass
-class Liar(paramiko.ServerInterface):
-    """Its command plays one of `runs`; when there are no more, it is refused.
-
-    A step of a run is text to send, or a function to call. `acts` are called at their
-    moments: `keys`, `login`, `channel`, `exec` and `next channel`.
-    """
-
-    runs: Sequence[Sequence[Step]] = ()
-    acts: Mapping[str, Act] = field(default_factory=dict)
-    keys: Sequence[paramiko.PKey] = (HOST_KEY,)
-    version: str = DROPBEAR
-    window: int | None = None  # bytes that a client may send
-    users: list[str] = field(default_factory=list)  # who tried to log in
-    received: list[bytes] = field(default_factory=list)  # one item per answer
-    _begun: int = 0  # how many runs
-    _transport: Any = None
-
-    def serve(self, connection: socket.socket) -> None:
-        self._transport = paramiko.Transport(connection)
-        self._transport.local_version = self.version
-        for key in self.keys:
-            self._transport.add_server_key(key)
-        if self.window is not None:
-            self._transport.default_window_size = self.window
-        done = threading.Event()
-        self._transport.start_server(done, self)
-        done.wait(SHORT_UNLOCK)
-        self._act("keys")
-
-    def _act(self, moment: str) -> None:
-        if moment in self.acts:
-            with contextlib.suppress(EOFError):  # the client has gone
-                self.acts[moment](self._transport)
-
-    def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
-        self.users.append(username)
-        self._act("login")
-        return AUTH_SUCCESSFUL
-
-    def check_channel_request(self, kind: str, chanid: int) -> int:
-        self._act("next channel" if self._begun else "channel")
-        return OPEN_SUCCEEDED
-
-    def check_channel_exec_request(
-        self, channel: paramiko.Channel, command: bytes
-    ) -> bool:
-        self._act("exec")
-        self._begun += 1
-        if self._begun > len(self.runs):
-            return False
-        run = self.runs[self._begun - 1]
-        threading.Thread(target=self._play, args=(channel, run), daemon=True).start()
-        return True
-
-    def _play(self, channel: paramiko.Channel, run: Sequence[Step]) -> None:
-        with contextlib.suppress(OSError, EOFError):  # the client has gone
-            for step in run:
-                if isinstance(step, str):
-                    channel.sendall(step.encode())
-                elif answer := step(channel):
-                    self.received.append(answer)
-            channel.send_exit_status(1)
-            channel.shutdown_write()  # closing could overtake the reply to exec
-
-
-def reads(channel: paramiko.Channel) -> bytes:
-    """Read until the end of the input."""
-    return b"".join(iter(lambda: channel.recv(1024), b""))

@@ -5,7 +5,6 @@ The scripts in `initrds` simulate the rest: disks that can and cannot be unlocke
 """
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -21,7 +20,6 @@ from conftest import CHECKOUT, need, wait_for
 from ssh_servers import (
     SHORT_UNLOCK,
     Settings,
-    free_port,
     prepare_sshd,
     process,
     unlock,
@@ -76,8 +74,7 @@ def systemd(  # noqa: PLR0913 - most tests want one or two of them
     text = (INITRDS / "systemctl.sh").read_text()
     systemctl.write_text(text.replace("FOLDER", str(folder)))
     systemctl.chmod(0o755)
-    port = free_port()
-    settings, start = prepare_sshd(folder, port)
+    port, settings, start = prepare_sshd(folder)
     mounts, _, sshd = start.partition("exec ")
     layers = f"lowerdir=/etc,upperdir={folder}/etc/upper,workdir={folder}/etc/work"
     disks = [f"sh {INITRDS}/cryptsetup.sh {folder} {disk} &" for disk in keys]
@@ -171,7 +168,7 @@ def test_a_disk_that_somebody_opens_at_the_console_is_not_called_unlocked(
         with about_to_send(settings, "x", SHORT_UNLOCK) as child:
             (tmp_path / "console").touch()
             wait_for((tmp_path / "opened/root").exists)
-            result = json.loads(child.finish()[0].splitlines()[-1])
+            result = child.finish()
         assert (result["outcome"], result["sent"]) == ("not_confirmed", True)
         assert (tmp_path / "tried").read_text() == "root x\n"
 
@@ -201,7 +198,7 @@ def test_a_prompt_that_lingers_is_no_second_one(tmp_path: Path) -> None:
             process = int(process_with(f"--id=cryptsetup:/dev/{OURS}").name)
             os.kill(process, signal.SIGSTOP)
             threading.Timer(1, os.kill, (process, signal.SIGCONT)).start()
-            result = json.loads(child.finish()[0].splitlines()[-1])
+            result = child.finish()
         assert result["outcome"] == "unlocked"
 
 
