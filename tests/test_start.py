@@ -206,8 +206,15 @@ def starter_of(machine: Machine) -> tuple[waker.Starter, Scripted]:
     return waker.Starter(config, watcher, unlocker), watcher
 
 
-def begin(starter: waker.Starter, ago: float = 0) -> None:
+@contextlib.contextmanager
+def start_of(starter: waker.Starter, ago: float = 0) -> Iterator[None]:
+    """Begin a start, and wait for its end."""
+    others = {*threading.enumerate()}
     starter.begin(waker.Passphrase(PASSPHRASE), time.monotonic() - ago)
+    threads = {*threading.enumerate()} - others
+    yield
+    for thread in threads:
+        thread.join()
 
 
 def members(starter: waker.Starter) -> Any:
@@ -220,7 +227,6 @@ def members(starter: waker.Starter) -> Any:
 
 def test_the_usual_time_is_the_median_of_the_last_five(machine: Machine) -> None:
     """One that sent no packet, or found no system, does not count."""
-    idle = threading.active_count()
     starter, watcher = starter_of(machine)
     seen = []
     for ago, found in (
@@ -229,10 +235,9 @@ def test_the_usual_time_is_the_median_of_the_last_five(machine: Machine) -> None
         *((ago, [OFF, UP]) for ago in (600, 500, 10, 550, 510, 20)),
     ):
         watcher.states = [*found]
-        begin(starter, ago)
-        if UP not in found:
-            starter.cancel()
-        wait_for(lambda: threading.active_count() <= idle)  # it has ended
+        with start_of(starter, ago):
+            if UP not in found:
+                starter.cancel()
         seen.append((members(starter)["usual_seconds"] or 0) // 10)
     assert seen == [0, 0, 60, 60, 50, 55, 51, 50]
 
@@ -242,7 +247,8 @@ def test_a_bug_ends_a_start_and_the_next_may_begin(machine: Machine) -> None:
     starter, watcher = starter_of(machine)
     watcher.states = []
     for _ in range(2):
-        begin(starter)
-        start = wait_for(lambda: members(starter)["start"], lambda now: now["outcome"])
+        with start_of(starter):
+            pass
+        start = members(starter)["start"]
     assert (start["phase"], start["sent"]) == ("failed", True)
     assert re.search("bug: IndexError.*may have been sent", start["message"])
