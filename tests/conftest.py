@@ -108,7 +108,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     test = "make test" if NO_ROOT not in reasons else "sudo make test"
     install = f"sudo apt install {' '.join(sorted({*missing}))} && " if missing else ""
     why = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-    terminalreporter.write_line(f"Not run: {len(skipped)} tests.")
+    terminalreporter.write_line(f"Tests not run: {len(skipped)}.")
     terminalreporter.write_line(f"Why: {why}.")
     terminalreporter.write_line(f"To run them: {install}{test}")
 
