@@ -99,9 +99,9 @@ else
 	$(AS_ROOT) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 endif
 
-test-browsers: $(VENV)/done .venv-qt6.5/done .venv-qt6.2/done ## test the page in old browsers, too
-	$(AS_ROOT) -m pytest --numprocesses 2 --maxschedchunk 1 $(PYTEST_ARGS) \
-		-m "browsers or not browsers" tests/test_browsers.py
+test-browsers: $(VENV)/done .venv-qt6.5/done .venv-qt6.2/done ## test the page in old engines
+	$(AS_ROOT) -m pytest --numprocesses 3 --maxschedchunk 1 $(PYTEST_ARGS) \
+		-m browsers tests/test_browsers.py tests/test_page.py
 
 fuzz: $(VENV)/done ## test with random requests and inputs; EXAMPLES=200, SEED=1
 	EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest $(PYTEST_ARGS) \
