@@ -488,8 +488,8 @@ def explain_no_paramiko() -> str:
     return f"paramiko is missing or incomplete; install it with: {remedy}"
 
 
-def open_transport(config: Config, seconds: float) -> "Transport":
-    """Connect for at most `seconds`; offer no SHA-1, MD5 or CBC. Raises: Result."""
+def open_transport(config: Config, until: float) -> "Transport":
+    """Connect until then (monotonic s); offer no SHA-1, MD5 or CBC. Raises: Result."""
     try:
         import paramiko
 
@@ -512,7 +512,7 @@ def open_transport(config: Config, seconds: float) -> "Transport":
     # All of paramiko's waits end with the connection. Its own limits follow the wall
     # clock, which a box without a battery sets late.
     transport.auth_timeout = math.inf
-    watchdog = threading.Timer(seconds, transport.close)
+    watchdog = threading.Timer(until - time.monotonic(), transport.close)
     watchdog.daemon = True
     watchdog.start()
     options = transport.get_security_options()
@@ -747,7 +747,7 @@ class Session:
 
 def unlock(config: Config, passphrase: Passphrase, deadline: float) -> Result:
     """Unlock the disks by `deadline`, in monotonic seconds. Raises: Result."""
-    transport = open_transport(config, deadline + 2 - time.monotonic())
+    transport = open_transport(config, deadline + 2)
     verify(transport, config)
     log_in(transport, config)
     return Session(transport, passphrase, deadline).unlock()
@@ -1839,7 +1839,7 @@ def check_unlocking(config: Config) -> Iterator[Finding]:
             text = "not seen; check again while the initrd waits for its passphrase"
             yield subject, text, HINT
             return
-        transport = open_transport(config, CHECK_SECONDS)
+        transport = open_transport(config, time.monotonic() + CHECK_SECONDS)
         verify(transport, config)
         yield subject, "pinned and verified", OK
         subject = "login"

@@ -446,6 +446,26 @@ def test_a_server_that_ignores_the_window_cannot_exhaust_the_box(
     assert re.fullmatch("(bug: MemoryError, .*\n)?", ended.stderr)
 
 
+SLOWLY = """
+import sys, time
+time.sleep(4)
+sys.path.remove({folder!r})
+del sys.modules["paramiko"]
+import paramiko
+"""
+
+
+def test_a_box_that_loads_paramiko_slowly_still_reports_in_time(tmp_path: Path) -> None:
+    """A router takes seconds for that. Meanwhile, the time to unlock passes."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "paramiko.py").write_text(SLOWLY.format(folder=str(folder)))
+    silent = Liar(moment="login", act=freeze)
+    with tcp_server(silent.serve) as port:
+        settings = settings_at(tmp_path, port) | {"PYTHONPATH": str(folder)}
+        assert re.match(LOST, unlock(settings, seconds=10))
+
+
 def test_an_impostor_cannot_exhaust_the_box(tmp_path: Path) -> None:
     """It announces a packet of 80 MB, and sends as much as the client reads."""
     swallowed = []
