@@ -115,16 +115,16 @@ def test_whoever_used_https_is_warned_before_it_starts_without(box: Box) -> None
 @pytest.mark.parametrize(
     ("content", "mode", "problem"),
     [
-        (KEY, 0o644, "not a private key; .*ssh-keygen"),
-        ("\0\0\0\x0bssh-ed25519\0\0\0@", 0o600, "not a private key; .*ssh-keygen"),
-        (PEM, 0o604, "open to others; chmod 600"),
+        (KEY.encode(), 0o644, "not a private key; .*ssh-keygen"),
+        (b"\0\x0bssh-ed25519\0@\xff", 0o600, "not a private key; .*ssh-keygen"),
+        (PEM.encode(), 0o604, "open to others; chmod 600"),
     ],
     ids=["public", "dropbear's", "readable"],
 )
 def test_a_useless_private_key_is_refused_with_the_remedy(
-    box: Box, content: str, mode: int, problem: str
+    box: Box, content: bytes, mode: int, problem: str
 ) -> None:
-    box.key.write_text(content)
+    box.key.write_bytes(content)
     box.key.chmod(mode)
     assert re.match(f"WAKER_SSH_KEY {box.key} is {problem}", box.mistake())
 

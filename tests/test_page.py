@@ -231,6 +231,15 @@ def test_an_older_answer_never_replaces_a_newer_one(phone: Phone) -> None:
     phone.wait(0.1).sees("up")
 
 
+def test_a_late_401_does_not_end_a_new_token(phone: Phone) -> None:
+    phone.stop_clock().tell("off").open().give_pin().sees("off")
+    first = phone.hold("status").look().take_held()
+    phone.expire().wait(3.5).sees("pin").tell("off").give_pin().sees("off")
+    with phone.page.expect_event("requestfinished"):
+        first.fulfill(status=401, json={"error": "Expired"})
+    phone.wait(0.5).sees("off").ignore("status").wait(0.5).sees("off")
+
+
 def test_a_status_from_before_a_start_does_not_hide_it(phone: Phone) -> None:
     phone.stop_clock().tell("off").open().give_pin().sees("off")
     before = phone.hold("status").look().take_held()
@@ -436,7 +445,7 @@ def test_the_keyboard_alone_is_enough_and_focus_is_never_lost(phone: Phone) -> N
         keyboard.press(key)
     phone.reads("was sent")
     assert phone.focus() == "Wake only"
-    phone.show("booting").offers("Unlock").does_not_read("was sent")
+    phone.show("booting").offers("Unlock").show("off").does_not_read("was sent")
     assert phone.focus() == "passphrase"
     phone.answer("start", 200, {"message": "Started"}).ignore("status").start()
     phone.sees("starting")  # before waker is asked how it goes

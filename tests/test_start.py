@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import (
     PASSPHRASE,
     PIN,
@@ -252,3 +253,18 @@ def test_a_bug_ends_a_start_and_the_next_may_begin(machine: Machine) -> None:
         start = members(starter)["start"]
     assert (start["phase"], start["sent"]) == ("failed", True)
     assert re.search("bug: IndexError.*may have been sent", start["message"])
+
+
+def test_a_start_that_gets_no_thread_has_not_begun(machine: Machine) -> None:
+    starter, watcher = starter_of(machine)
+    usual = threading.stack_size(1 << 46)  # bytes: more than any system has
+    try:
+        with pytest.raises(waker.Fault, match="Too busy"), start_of(starter):
+            pass
+    finally:
+        threading.stack_size(usual)
+    assert members(starter)["start"] is None
+    watcher.states = [UP]
+    with start_of(starter):
+        pass
+    assert members(starter)["start"]["phase"] == "done"
