@@ -134,6 +134,16 @@ def test_steps_and_times_come_from_waker(phone: Phone) -> None:
     expect(phone.page).to_have_title(re.compile("1:00.*Home server"))
     phone.show("up", "done", "up", 0, 38, 42, 62, 62).open_details()
     phone.reads("0:38 to the passphrase prompt, 0:04 to unlock, 0:20 to boot")
+    phone.show("off", "waking", "", 0, 1).reads("Usually up within 1:02")
+    phone.show("up", "done", "up", 0, 99)  # it was up already: no usual time
+    phone.show("off", "waking", "", 0, 2).reads("Usually up within 1:02")
+
+
+def test_only_a_server_that_is_unlocked_is_said_to_boot(phone: Phone) -> None:
+    phone.tell("booting", "booting", "unlocked").open().give_pin().reads(
+        "keeps booting"
+    )
+    phone.show("off", "booting", "not_confirmed").does_not_read("keeps booting")
 
 
 RECORD = """() => {
