@@ -227,12 +227,17 @@ def slow_to_open(file: Path) -> Iterator[Callable[[], bool]]:
 
 
 class Frozen:
-    """Stops some threads of another process, as if it had no processor for them."""
+    """Stops some threads of another process, as if it had no processor for them.
+
+    They must be asleep: one that has Python's lock would stop the others as well.
+    """
 
     SEIZE, INTERRUPT, DETACH, ALL = 0x4206, 0x4207, 17, 0x40000000  # ptrace(2), wait(2)
 
-    def __init__(self, threads: Iterable[int]) -> None:
-        self._threads = [*threads]
+    def __init__(self, tasks: Iterable[Path]) -> None:
+        stats = [task / "stat" for task in tasks]
+        wait_for(lambda: all(") S " in stat.read_text() for stat in stats))
+        self._threads = [int(stat.parent.name) for stat in stats]
         self._trace = ctypes.CDLL(None, use_errno=True).ptrace
         for request in (self.SEIZE, self.INTERRUPT):
             for thread in self._threads:

@@ -178,7 +178,7 @@ def test_a_request_that_arrives_at_the_last_moment_is_answered(come: Come) -> No
             return started.uses()[0] == len(idle) + 64 and started.busy(0.2) == 0
 
         wait_for(is_settled)
-        frozen = Frozen(int(task.name) for task in {*tasks.iterdir()} - idle)
+        frozen = Frozen({*tasks.iterdir()} - idle)
         for tcp in waiting:
             tcp.sendall(b"\r\n")
         naps = started.count_naps()

@@ -1572,7 +1572,7 @@ def test_80_dripping_clients_of_one_address_do_not_delay_the_owner() -> None:
 
         wait_for(is_settled)
         files = started.uses()[1]
-        frozen = Frozen(int(task.name) for task in handlers())
+        frozen = Frozen(handlers())
         for tcp in many:
             with contextlib.suppress(ConnectionError):  # it had to make room
                 tcp.sendall(b"x")
