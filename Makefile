@@ -99,13 +99,13 @@ else
 	$(AS_ROOT) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 endif
 
-test-browsers: $(VENV)/done .venv-qt6.5/done .venv-qt6.2/done ## test the page in old engines
+test-browsers: $(VENV)/done .venv-qt6.5/done .venv-qt6.2/done ## test the page in other engines
 	$(AS_ROOT) -m pytest --numprocesses 3 --maxschedchunk 1 $(PYTEST_ARGS) \
 		-m browsers tests/test_browsers.py tests/test_page.py
 
 fuzz: $(VENV)/done ## test with random requests and inputs; EXAMPLES=200, SEED=1
 	EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest $(PYTEST_ARGS) \
-		tests/test_properties.py tests/fuzz.py --hypothesis-seed $(SEED)
+		tests/properties.py tests/fuzz.py --hypothesis-seed $(SEED)
 
 siege: $(VENV)/done ## attack the daemon for 10 minutes, as root; ATTACK=heads
 	$(BIN)/python tests/siege.py 3 $(if $(ATTACK),"$(ATTACK)")

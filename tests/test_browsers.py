@@ -1,7 +1,6 @@
 """The page in other engines than today's Chromium, used by keyboard alone.
 
-`make test` brings the server up in WebKit and Firefox. `make test-browsers` also
-cancels a start, and adds the oldest engines: `-m browsers`.
+`make test` leaves them out, and `make test-browsers` runs them: `-m browsers`.
 """
 
 import re
@@ -88,6 +87,7 @@ ENGINES = {
 }
 
 
+@everywhere
 @pytest.mark.parametrize("name", ENGINES)
 def test_the_keyboard_brings_the_server_up(
     name: str, api: Client, tmp_path: Path
