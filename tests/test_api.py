@@ -16,7 +16,7 @@ import waker
 CONFIG = waker.read_config(MACHINE | {"WAKER_PIN": PIN}, Path())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def owner() -> Iterator[Client]:
     """A client with a token, of a daemon that many tests share."""
     with running(CONFIG) as client:

@@ -97,7 +97,7 @@ def test_each_limit_that_takes_minutes_is_as_documented(tmp_path: Path) -> None:
     shortened(tmp_path, **dict.fromkeys(LIMITS, 1))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def api() -> Iterator[Client]:
     """A client of a daemon whose machine nobody watches. Many tests share it.
 

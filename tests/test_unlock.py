@@ -407,7 +407,7 @@ ATTACKS = {
     "packet at login": (Liar(moment="login", act=send_big), LOST),
     "packet at the channel": (Liar(moment="channel", act=send_big), LOST),
     "packet later": (Liar([ASKS, reads, OPENED], "next channel", send_big), "unlocked"),
-    "endless output": (Liar(["x" * BIG]), "not_asked: "),
+    "endless output": (Liar(["x" * (1 << 16)] * (BIG >> 16)), "not_asked: "),
     "silence at login": (Liar(moment="login", act=freeze), LOST),
     "silence at the command": (Liar(moment="exec", act=freeze), LOST),
 }
