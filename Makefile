@@ -130,9 +130,10 @@ screenshots: $(VENV)/done ## take pictures of the page in every state
 	mkdir -p dist/screenshots docs/images
 	$(AS_ROOT) -m pytest --numprocesses 3 $(PYTEST_ARGS) -k every_state \
 		--screenshots dist/screenshots tests/test_page.py
+	cp "dist/screenshots/PIN, light.png" docs/images/sign-in.png
 	cp "dist/screenshots/off, light.png" docs/images/off.png
-	cp "dist/screenshots/unlocking, light.png" docs/images/unlocking.png
-	cp "dist/screenshots/up after a start, light.png" docs/images/up.png
+	cp "dist/screenshots/starting, light.png" docs/images/starting.png
+	cp "dist/screenshots/up, light.png" docs/images/up.png
 
 lint: $(VENV)/done ## run ruff, mypy and shellcheck
 	$(BIN)/ruff check

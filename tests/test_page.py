@@ -100,6 +100,13 @@ FAULTS = """() => [...document.querySelectorAll("label, button, input, summary, 
     }).map((e) => e.id || e.textContent)"""
 
 
+LARGEST = """() => {
+    const size = (e) => parseFloat(getComputedStyle(e).fontSize);
+    const texts = [...document.querySelectorAll("h1, label, p, li, button, #number")];
+    return texts.sort((one, other) => size(other) - size(one))[0].id;
+}"""
+
+
 @pytest.mark.parametrize("go", [during_a_start, around_a_start])
 def test_every_state_is_accessible_and_fits_a_small_screen(
     phone: Phone, go: Any, request: pytest.FixtureRequest
@@ -109,34 +116,47 @@ def test_every_state_is_accessible_and_fits_a_small_screen(
     page = phone.page
     page.add_init_script(Axe().axe_script)
     for state in go(phone):
-        page.set_viewport_size({"width": 390, "height": 640})
+        page.set_viewport_size({"width": 390, "height": 844})
         for scheme, rules in RULES.items():
             page.emulate_media(color_scheme=scheme)
             assert page.evaluate(VIOLATIONS, rules) == [], (state, scheme)
             if folder:
-                card: Any = page.locator("main").bounding_box()
-                height = card["height"] + 2 * card["y"]  # with the room around it
-                clip: Any = {"x": 0, "y": 0, "width": 390, "height": height}
                 name = f"{folder}/{state}, {scheme}.png"
-                page.screenshot(path=name, animations="disabled", clip=clip)
+                page.screenshot(path=name, animations="disabled")
         page.set_viewport_size({"width": 320, "height": 640})
         for size in ("200%", "100%"):
             page.evaluate(f"document.documentElement.style.fontSize = '{size}'")
             assert page.evaluate("document.documentElement.scrollWidth") <= 320, state
             assert page.evaluate(FAULTS) == [], (state, size)
+            assert page.evaluate(LARGEST) == "headline", (state, size)
 
 
 def test_steps_and_times_come_from_waker(phone: Phone) -> None:
     """So a phone that was opened late shows what the first one does."""
-    phone.tell("booting", "booting", "unlocked", 0, 38, 42, 60).open().give_pin()
-    phone.reads("Starting 1:00")
-    expect(phone.page.locator("[aria-current=step]")).to_contain_text("Booting")
+    phone.stop_clock().tell("booting", "booting", "unlocked", 0, 38, 42, 60).open()
+    phone.give_pin().reads("1:00").reads("Starting")
+    expect(phone.page.locator("[aria-current=step]")).to_contain_text("Boot")
     expect(phone.page).to_have_title(re.compile("1:00.*Home server"))
     phone.show("up", "done", "up", 0, 38, 42, 62, 62).open_details()
     phone.reads("0:38 to the passphrase prompt, 0:04 to unlock, 0:20 to boot")
-    phone.show("off", "waking", "", 0, 1).reads("Usually up within 1:02")
+
+
+def test_the_forecast_is_wakers_or_else_this_browsers(phone: Phone) -> None:
+    phone.stop_clock().tell("off", "waking", "", 0, 1).open().give_pin()
+    phone.sees("starting").does_not_read("left")
+    phone.show("up", "done", "up", 0, 38, 42, 62, 62)
+    phone.show("off", "waking", "", 0, 17).reads("About 45\u00a0s left")
     phone.show("up", "done", "up", 0, 99)  # it was up already: no usual time
-    phone.show("off", "waking", "", 0, 2).reads("Usually up within 1:02")
+    phone.show("off", "waking", "", 0, 17).reads("About 45\u00a0s left")
+    phone.show("off", "waking", "", 0, 17, usual=27).reads("About 10\u00a0s left")
+
+
+def test_seconds_pass_between_polls_and_never_run_back(phone: Phone) -> None:
+    phone.stop_clock().tell("off", "waking", "", 0, 3).open().give_pin().reads("0:03")
+    phone.ignore("status").wait(2).reads("0:05")
+    phone.show("off", "waking", "", 0, 4).reads("0:05").wait(1).reads("0:06")
+    phone.show("locked", "unlocking", "", 0, 9, 9).reads("0:09")
+    phone.show("off").show("off", "waking", "", 0, 1).reads("0:01")
 
 
 def test_only_a_server_that_is_unlocked_is_said_to_boot(phone: Phone) -> None:
@@ -180,8 +200,8 @@ def test_two_secrets_and_two_enters_bring_the_server_up(
     assert machine.received() == [PASSPHRASE.encode()]
     announced = phone.page.evaluate("announced")
     assert [text for text, _ in itertools.groupby(announced)] == announced
-    assert (announced[0], announced[-1]) == ("Off", "Up")
-    assert "Booting" in announced
+    assert (announced[0], announced[-1]) == ("Off", "Up"), announced
+    assert "Boot" in announced
     places = "[{...localStorage}, {...sessionStorage}, document.cookie, location.href]"
     kept = phone.page.evaluate(f"JSON.stringify({places})")
     assert "name" in kept
@@ -199,8 +219,9 @@ def test_a_lost_connection_is_shown_and_recovers_by_itself(phone: Phone) -> None
     network.set_offline(False)
     phone.press("Continue").sees("off").is_current()
     network.set_offline(True)
-    phone.look().reads("Can't reach waker").sees("off")
+    phone.reads("Can't reach waker").sees("off")
     expect(phone.page.locator("[data-old]")).to_have_count(1)
+    expect(phone.page.get_by_role("status")).to_contain_text("Can't reach waker")
     with phone.page.expect_request("**/api/status"):  # though no time passes
         network.set_offline(False)
     phone.does_not_read("Can't reach").is_current()
@@ -223,8 +244,8 @@ def test_while_requests_hang_one_more_is_sent_and_what_is_shown_is_called_old(
             phone.wait(3.5)
             with silent.accept()[0] as second:
                 assert second.recv(4) == b"GET "
-                phone.wait(5).is_current().wait(1.5).reads("s ago.").sees("off")
-                assert phone.count("status") == 3
+                phone.wait(5).is_current().wait(1.5).reads("ago.").sees("off")
+                assert phone.count("status") == 2
                 second.sendall(answer.encode())
                 phone.sees("locked").is_current()
 
@@ -254,9 +275,7 @@ def test_a_status_from_before_a_start_does_not_hide_it(phone: Phone) -> None:
     phone.stop_clock().tell("off").open().give_pin().sees("off")
     before = phone.hold("status").look().take_held()
     phone.ignore("status").answer("start", 200, {"message": "Started"})
-    with phone.page.expect_request("**/api/status"):
-        phone.start()
-    phone.wait(0.5).sees("starting")
+    phone.start().sees("starting")
     with phone.page.expect_event("requestfinished"):
         before.fulfill(json=OLD)
     phone.wait(0.5).sees("starting")
@@ -280,6 +299,8 @@ def test_nothing_turns_offline_or_if_motion_is_unwanted(phone: Phone) -> None:
     assert phone.page.evaluate(moving) > 0
     phone.lose_connection().sees("starting")
     assert phone.page.evaluate(moving) == 0
+    phone.tell("off").look().sees("off").hold("start").start().is_busy()
+    assert phone.page.evaluate(moving) > 0
 
 
 # Record twenty times a second what is visible, and where.
@@ -289,7 +310,8 @@ WATCH = """() => {
     setInterval(() => {
         const { view, old } = document.querySelector("main").dataset;
         const parts = [...document.querySelectorAll("h1, button, input")];
-        seen.push([view, old, parts.map(place).join()]);
+        const number = document.querySelector("#number").textContent;
+        seen.push([view, old, parts.map(place).join(), number]);
     }, 50);
 }"""
 
@@ -301,13 +323,29 @@ def test_at_2_s_per_round_trip_nothing_moves_or_is_called_old(phone: Phone) -> N
     line = {"latency": 4000, "downloadThroughput": -1, "uploadThroughput": -1}
     network.send("Network.emulateNetworkConditions", {"offline": False} | line)
     phone.page.evaluate(WATCH)
-    phone.give_pin().sees("off").page.wait_for_timeout(20_000)
+    phone.give_pin().sees("off")
+    assert phone.count("status") == 0  # the state came with the token
+    phone.page.wait_for_timeout(20_000)
     phone.start().sees("starting").sees("up").page.wait_for_timeout(20_000)
     seen = phone.page.evaluate("seen")
-    assert {old for _, old, _ in seen} == {None}
+    assert {old for _, old, _, _ in seen} == {None}
+    shown = [int(number.partition(":")[2]) for *_, number in seen if number]
+    assert {later - now for now, later in itertools.pairwise(shown)} <= {0, 1, 2}
     # Where the buttons and fields are depends on nothing but the view.
-    places = {(view, place) for view, _, place in seen}
+    places = {(view, place) for view, _, place, _ in seen}
     assert sorted(view for view, _ in places) == ["off", "pin", "starting", "up"]
+
+
+def test_a_lost_status_after_the_pin_does_not_bring_the_form_back(phone: Phone) -> None:
+    """Or what is typed into it could land in the field for the passphrase."""
+    phone.stop_clock().answer("auth", 200, {"token": "x"}).open()
+    phone.page.route("**/api/status", lambda route: route.abort())
+    phone.give_pin().is_busy().wait(2).reads("Can't reach waker").is_busy().wait(
+        3
+    ).sees("pin").is_busy()
+    assert phone.part("pin").input_value() == PIN
+    phone.tell("off").wait(1.5).sees("off").wait(0.5)
+    assert (phone.part("pin").input_value(), phone.passphrase()) == ("", "")
 
 
 # ---- The passphrase ------------------------------------------------------------------
@@ -334,17 +372,17 @@ def test_a_passphrase_without_an_answer_may_have_arrived(phone: Phone) -> None:
     phone.stop_clock().tell("off").open().give_pin().sees("off")
     for body in ("<h1>Bad gateway</h1>", '{"code": 502}'):  # a proxy's, no answer
         phone.hold("start").start().take_held().fulfill(status=502, body=body)
-        phone.reads("may have arrived").tell("up").look().sees("up")
-        phone.show("off").does_not_read("may have arrived")
+        phone.reads("may have got through").tell("up").look().sees("up")
+        phone.show("off").does_not_read("may have got through")
     phone.hold("start").start().take_held()
-    phone.wait(14).is_busy().wait(1.5).reads("may have arrived").sees("off")
+    phone.wait(14).is_busy().wait(1.5).reads("may have got through").sees("off")
     assert phone.passphrase() == PASSPHRASE
 
 
 def test_a_start_is_shown_after_a_lost_answer_and_a_reload(phone: Phone) -> None:
     phone.tell("off").open().give_pin().sees("off").hold("start").start()
     phone.tell("off", "waking").take_held().abort()
-    phone.sees("starting").does_not_read("may have arrived")
+    phone.sees("starting").does_not_read("may have got through")
     phone.open().give_pin().sees("starting")
 
 
@@ -352,17 +390,18 @@ def test_an_expired_token_loses_neither_passphrase_nor_start(phone: Phone) -> No
     phone.tell("off").open().give_pin().sees("off").expire().sees("pin")
     phone.tell("off").give_pin().sees("off").type_passphrase()
     phone.expire().reads("Signed out").sees("off")
+    expect(phone.page.get_by_role("status")).to_contain_text("Signed out")
     phone.press("Wake and unlock").sees("pin").reads("Enter your PIN again")
     phone.tell("off").give_pin().sees("off")
     assert phone.passphrase() == PASSPHRASE
     phone.show("off", "waking").sees("starting").expire().sees("pin")
-    phone.reads("Last seen starting").does_not_read("Details")
+    phone.reads("It was starting").does_not_read("Details")
     phone.tell("off", "waking").give_pin().sees("starting")
 
 
 def test_a_wrong_passphrase_stays_and_can_be_corrected(phone: Phone) -> None:
     wrong = "wrong "
-    phone.open().give_pin().start(wrong).reads("Wrong passphrase. Try again")
+    phone.open().give_pin().start(wrong).reads("Wrong passphrase. What")
     phone.reads("ended with a space").marks(1)
     assert phone.focus() == "passphrase"
     assert phone.passphrase() == wrong
@@ -370,6 +409,14 @@ def test_a_wrong_passphrase_stays_and_can_be_corrected(phone: Phone) -> None:
     phone.page.keyboard.type(PASSPHRASE)
     phone.marks(0).page.keyboard.press("Enter")
     phone.sees("up")
+
+
+def test_what_a_paste_may_add_is_pointed_out(phone: Phone) -> None:
+    phone.tell("off").open().give_pin().sees("off").start("a\ttab").reads("a tab")
+    assert phone.count("start") == 0
+    for given, ends in (("\u00a0x", "began"), (" x ", "began and ended"), ("x", "Try")):
+        phone.show("off").answer("start", 200, {"message": "Started"}).start(given)
+        phone.show("locked", "failed", "wrong_passphrase").reads(ends)
 
 
 def test_what_was_typed_since_or_elsewhere_is_not_called_wrong(phone: Phone) -> None:
@@ -467,11 +514,12 @@ def test_the_keyboard_alone_is_enough_and_focus_is_never_lost(phone: Phone) -> N
 
 
 def test_a_wrong_pin_can_be_typed_over_on_an_open_keyboard(phone: Phone) -> None:
+    phone.page.set_viewport_size({"width": 320, "height": 568})  # a small iPhone's
     phone.open().give_pin("12345678").reads("Wrong PIN").marks(1)
     expect(phone.page.get_by_role("status")).to_contain_text("Wrong PIN")
     message: Any = phone.page.locator("main").get_by_text("Wrong PIN").first
     place = message.bounding_box()
-    assert place["y"] + place["height"] <= 340  # px that a small iPhone leaves
+    assert place["y"] + place["height"] <= 340  # px that its keyboard leaves
     assert phone.focus() == "pin"
     phone.page.keyboard.type(PIN)  # replaces what was typed, because it is selected
     phone.page.get_by_role("button", name="Continue").tap()
@@ -492,15 +540,25 @@ def test_too_many_attempts_are_counted_down(phone: Phone) -> None:
     phone.sees("off")
 
 
-def test_a_server_that_is_up_is_polled_every_10_s(phone: Phone) -> None:
+def test_polls_are_rare_while_nothing_happens(phone: Phone) -> None:
+    """Every 3 s, and every 10 s once the server is up, but often after a tap."""
     phone.stop_clock().tell("off").open().give_pin().sees("off").type_passphrase()
-    phone.show("up")
+
+    def polled_after(seconds: float) -> None:
+        count = phone.count("status")
+        phone.wait(seconds - 0.5).is_current()
+        assert phone.count("status") == count
+        with phone.page.expect_response("**/api/status"):
+            phone.wait(1)
+
+    phone.look().wait(61)
+    for state, seconds in (("off", 3), ("up", 10)):
+        phone.show(state)
+        polled_after(seconds)
     assert phone.passphrase() == ""
-    count = phone.count("status")
-    phone.wait(9).is_current()
-    assert phone.count("status") == count
-    with phone.page.expect_request("**/api/status"):
-        phone.wait(1.5)
+    phone.answer("wol", 200, {"message": ""}).show("off").press("Wake only")
+    phone.reads("was sent")
+    polled_after(1)
 
 
 def test_a_hidden_page_sends_no_requests_and_hides_the_passphrase(
@@ -557,16 +615,18 @@ def test_a_browser_without_storage_is_good_enough(phone: Phone) -> None:
     phone.open().give_pin().sees("off")
 
 
-def test_the_next_visit_has_the_same_keypad_and_no_warning(phone: Phone) -> None:
-    phone.open().sees("pin").does_not_read("Not encrypted")  # on one computer
-    phone.open("waker.lan").reads("Not encrypted")
-    expect(phone.part("pin")).to_have_attribute("inputmode", "numeric")
-    phone.press("abc keyboard")
-    expect(phone.part("pin")).to_have_attribute("inputmode", "text")
-    assert phone.focus() == "pin"
-    phone.give_pin().sees("off")  # it has letters
-    phone.open("waker.lan").sees("pin").does_not_read("Not encrypted")
-    expect(phone.part("pin")).to_have_attribute("inputmode", "text")
+def test_the_next_visit_has_the_right_keypad_and_no_warning(phone: Phone) -> None:
+    phone.open().sees("pin").does_not_read("isn't encrypted")  # on one computer
+    phone.open("waker.lan").reads("isn't encrypted")
+    for pin, keypad in (("12345678", "numeric"), (PIN, "")):
+        expect(phone.part("pin")).to_have_js_property("inputMode", "")
+        phone.answer("auth", 200, {"token": "x", "status": OLD}).give_pin(pin)
+        phone.sees("off").open("waker.lan").sees("pin").does_not_read("isn't encrypted")
+        expect(phone.part("pin")).to_have_js_property("inputMode", keypad)
+        phone.answer("auth", 401, {"error": "Wrong"}).give_pin("87654321").reads(
+            "Wrong"
+        )
+        phone.open("waker.lan").sees("pin")
 
 
 def test_two_wakers_at_one_address_keep_their_names_apart(phone: Phone) -> None:
