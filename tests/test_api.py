@@ -77,6 +77,15 @@ def test_only_json_counts_as_an_attempt(kind: str, status: int) -> None:
     assert statuses == [200] * 9 + [429 if status == 401 else 200]
 
 
+def test_each_minute_has_room_for_ten_attempts_and_no_more() -> None:
+    gate = waker.Gate()
+    for minute in range(0, 180, 60):
+        for second in range(10):
+            gate.count_attempt("192.0.2.1", minute + second)
+        with pytest.raises(waker.Fault):
+            gate.count_attempt("192.0.2.1", minute + 10)
+
+
 def test_4096_clients_are_remembered_and_the_least_recent_is_forgotten() -> None:
     gate = waker.Gate()
     for attempt in range(10):

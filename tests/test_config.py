@@ -83,6 +83,7 @@ WRONG = {
     "two keys without comma": ("SSH_HOST_KEY", f"{KEY} replaces {KEY}"),
     "second key cut": ("SSH_HOST_KEY", f"{KEY},{KEY[:-4]}"),
     "revoked key as second": ("SSH_HOST_KEY", f"{KEY} x,@revoked a,b {KEY}"),
+    "authority's key": ("SSH_HOST_KEY", f"@cert-authority * {KEY}"),
     "key of another type": ("SSH_HOST_KEY", f"ecdsa-sha2-nistp384 {NISTP256}"),
     "SSH key with a tilde": ("SSH_KEY", "~/.ssh/id_ed25519"),
 }

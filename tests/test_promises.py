@@ -630,10 +630,11 @@ def test_check_says_what_is_right_and_sends_nothing(machine: Machine) -> None:
             {"LISTEN": "203.0.113.9:8080", "SSH_HOST_KEY": OTHER_KEY},
             *(1, ["WRONG.*203.0.113.9", "WRONG.*host key.*SHA256:.*SHA256:"]),
         ),
+        ({"LISTEN": "203.0.113.9:8080"}, 1, ["WRONG.*203.0.113.9", "login +.*root"]),
         ({"SSH_USER": "nobody"}, 1, ["WRONG.*login.*SHA256:.*nobody"]),
         ({"SSH_KEY": "/nowhere"}, 78, ["WAKER_SSH_KEY /nowhere"]),
     ],
-    ids=["hints", "wrong", "not let in", "wrong setting"],
+    ids=["hints", "wrong", "one is wrong", "not let in", "wrong setting"],
 )
 def test_check_says_what_to_mend(
     machine: Machine, settings: dict[str, str], status: int, words: list[str]
@@ -647,7 +648,7 @@ def test_check_says_what_to_mend(
 
 def test_check_shows_no_control_characters(machine: Machine) -> None:
     own = {"PIN": PIN, "LISTEN": "127.0.0.1:0"}
-    with says(b"SSH-2.0-\x1b[31mred\x07\r\n") as port:
+    with says(b"SSH-2.0-\x1b[31mred\x07\xc2\x9b\r\n") as port:
         settings = machine.settings(SYSTEM_SSH_PORT=str(port), SSH_KEY="", **own)
         shown = run_waker("check", settings=settings).stdout
     assert "red" in shown
@@ -1149,6 +1150,8 @@ def test_an_unconfirmed_unlock_is_doubted_and_may_still_come_up(
         doubt = wait_until_shown(client, lambda now: now["message"] != first)
         assert doubt["phase"] == "booting"
         assert re.search("still.*or.*wrong", doubt["message"])
+        machine.show(CLOSED, CLOSED)  # no longer, then
+        wait_until_shown(client, lambda now: now["message"] == first)
         machine.show(CLOSED, OPEN)
         start = wait_until(client, "done")
     assert start["outcome"] == "up"
@@ -1380,8 +1383,9 @@ def test_a_log_that_nobody_reads_stops_nothing() -> None:
         assert started.process.wait(60) == 0
 
 
-def test_the_log_has_a_line_for_each_event_and_names_the_client() -> None:
-    with daemon(MACHINE) as started:
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::]:0"])
+def test_the_log_has_a_line_for_each_event_and_names_the_client(listen: str) -> None:
+    with daemon(MACHINE | {"WAKER_LISTEN": listen}) as started:
         client = started.client
         client.attempt("wrong PIN")
         client.log_in()
@@ -1394,6 +1398,17 @@ def test_the_log_has_a_line_for_each_event_and_names_the_client() -> None:
     assert re.search(r"ip=127\.0\.0\.1 .*404", log)
     assert log.isascii()
     assert log.replace("\n", " ").isprintable()
+
+
+def test_the_log_names_a_proxys_client_and_never_the_proxy() -> None:
+    """Or fail2ban would ban everybody behind it."""
+    with daemon(MACHINE | {"WAKER_TRUSTED_PROXY": "127.0.0.1"}) as started:
+        started.client.attempt("wrong PIN", {"X-Forwarded-For": "192.0.2.7"})
+        started.client.attempt("wrong PIN")
+        started.stop()
+    named, unnamed = (line for line in started.log if "401" in line)
+    assert named.startswith("ip=192.0.2.7 refused")
+    assert "ip=" not in unnamed
 
 
 def test_without_a_free_descriptor_it_waits_for_one() -> None:
@@ -1568,9 +1583,11 @@ def test_80_dripping_clients_of_one_address_do_not_delay_the_owner() -> None:
             return {*tasks.iterdir()} - idle
 
         def is_settled() -> bool:
-            return len(handlers()) == 64 and started.busy(0.2) == 0
+            made_room = select.select(many, [], [], 0)[0]
+            return len(handlers()) == 80 - len(made_room) and started.busy(0.2) == 0
 
         wait_for(is_settled)
+        assert len(handlers()) == 64
         files = started.uses()[1]
         frozen = Frozen(handlers())
         for tcp in many:

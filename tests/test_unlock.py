@@ -340,6 +340,7 @@ def test_a_person_may_take_time_to_type(tmp_path: Path) -> None:
 LEAKS = {
     "disk": ("secret", "asks my-secret-disk; take; rejects"),
     "error": ("secret", "echo cryptroot-unlock: no secret here; exit 1"),
+    "cut": ("secret" * 9, f"echo cryptroot-unlock: {'x' * 180}{'secret' * 9}; exit 1"),
     "two disks": ("alpha, beta", "disk alpha; disk beta"),
 }
 
@@ -353,9 +354,11 @@ def test_the_initrd_cannot_make_waker_show_the_passphrase(
     assert given not in result["message"]
 
 
+WARNING = "cryptroot-unlock: systemd may give up after another wrong passphrase"
 SUCCESSES = {
     "slow to ask": f"[ -e root.open ] || sleep 17; {OPENS}",
     "silent afterwards": f"[ -e root.open ] && sleep 60; {OPENS}",
+    "warned before": f"echo {WARNING}; {OPENS}",
     "never ends": f"{OPENS}; while sleep 0.1; do echo x; done",
     # Somebody tries a passphrase before the prompt, and opens another disk after it.
     "console": f"{ONCE}; (rejects) 2>&1; asks root; take; opens data; opens root",
