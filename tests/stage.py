@@ -17,13 +17,13 @@ BUTTONS = {
     "booting": ("Unlock",),
     "locked": ("Unlock",),
     "starting": ("",),  # Cancel, or Stop watching
-    "doubtful": ("Try another", "Stop watching"),
+    "doubtful": ("Enter another", "Stop watching"),
     "up": (),
-    "opened": ("Try anyway",),
-    "silent": ("Try anyway",),
-    "unknown": ("Try anyway",),
-    "foreign": ("Try anyway",),
-    "stuck": ("Try anyway",),
+    "opened": ("Enter",),
+    "silent": ("Enter",),
+    "unknown": ("Enter",),
+    "foreign": ("Enter",),
+    "stuck": ("Enter",),
 }
 PHASES = ("waking", "unlocking", "booting", "done")
 SENT = ("unlocked", "not_confirmed", "wrong_passphrase", "gave_up", "up")
@@ -251,9 +251,10 @@ TOLD: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "key refused": (("locked", "failed", "key_refused"), "locked", "refused"),
     "nothing asks": (("booting", "failed", "not_asked"), "booting", "it was not sent"),
     "not awake": (("off", "failed", "not_awake"), "off", "From waker"),
-    "not up": (("off", "failed", "not_up"), "silent", "still isn't up"),
+    "not up": (("off", "failed", "not_up"), "silent", "check its screen"),
     "given up": (("locked", "failed", "gave_up"), "stuck", "must restart it"),
     "switched off": (("off", "failed", "gave_up"), "off", ""),
+    "refusing": (("booting", "failed", "not_up"), "silent", "check its screen"),
     "sent": (("off", "cancelled", "not_confirmed"), "silent", "may still be booting"),
     "silent": (("off", "cancelled", "unlocked"), "silent", "may still be booting"),
     "opened": (("locked", "cancelled", "unlocked"), "opened", "keeps booting"),
@@ -292,7 +293,7 @@ def around_a_start(phone: Phone) -> Iterator[str]:
     yield "PIN, not encrypted"
     phone.give_pin("12345678").reads("Wrong PIN")
     yield "PIN, wrong"
-    phone.tell("unknown").give_pin().sees("unknown").offers("Try anyway")
+    phone.tell("unknown").give_pin().sees("unknown").offers("Enter passphrase")
     yield "unknown"
     phone.answer("wol", 200, {"message": KEYS}).show("off").press("Wake only")
     phone.reads("was sent").open_details().reads(KEYS)
@@ -307,7 +308,7 @@ def around_a_start(phone: Phone) -> Iterator[str]:
     phone.tell("locked", "failed", "wrong_passphrase").open().give_pin()
     phone.reads("Last time: Wrong passphrase")
     yield "failed last time"
-    phone.show("locked", "booting", "not_confirmed").press("Try another")
+    phone.show("locked", "booting", "not_confirmed").press("Enter another")
     yield "not confirmed, another passphrase"
     phone.ignore("status").wait(10).reads("ago.")
     yield "waker is slow"

@@ -56,7 +56,7 @@ def walk(person: Person) -> None:
     """Bring the server up: both secrets wrong at first, and then right."""
     person.open().enters("12345678").reads("Wrong PIN").has_focus("pin")
     person.enters(PIN).reads("Off").has_focus("passphrase")
-    person.enters("wrong").reads("Wrong passphrase. Try again.").has_focus("passphrase")
+    person.enters("wrong").reads("Wrong passphrase.").has_focus("passphrase")
     person.enters(PASSPHRASE).reads("Ready. It took").has_focus("headline")
     person.open().enters(PIN).reads("Ready. It took").has_focus("headline")
 
