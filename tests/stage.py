@@ -291,7 +291,7 @@ def around_a_start(phone: Phone) -> Iterator[str]:
     phone.page.clock.install()  # it ticks: axe would wait for a stopped one for ever
     phone.open("waker.lan").reads("isn't encrypted")
     yield "PIN, not encrypted"
-    phone.give_pin("12345678").reads("Wrong PIN")
+    phone.give_pin("12345678").marks(1)
     yield "PIN, wrong"
     phone.tell("unknown").give_pin().sees("unknown").offers("Enter passphrase")
     yield "unknown"
