@@ -40,7 +40,8 @@ def test_the_quick_start_settings_are_valid(machine: Machine) -> None:
 
 
 def test_the_table_and_the_example_show_every_default() -> None:
-    defaults = dict(re.findall(r"(?m)^\| `(WAKER.*?)` \| (.*?) \| .+ \|$", README))
+    table = PAGES[CHECKOUT / "docs/settings.md"]
+    defaults = dict(re.findall(r"(?m)^\| `(WAKER.*?)` \| (.*?) \| .+ \|$", table))
     example = CHECKOUT / "waker.env.example"
     shown = dict(re.findall("(?m)^#?(WAKER_[A-Z_]+)=(.*)", example.read_text()))
     named = set(re.findall(r"WAKER_[A-Z_]*[A-Z]", "".join(PAGES.values())))
