@@ -310,7 +310,7 @@ def test_no_signal_ends_it_once_it_is_about_to_send(machine: Machine) -> None:
 
 def test_output_from_before_the_answer_is_not_a_verdict(machine: Machine) -> None:
     wait = "until [ -e go ]; do sleep 0.1; done"
-    machine.ask(f"{ONCE}; asks root; {wait}; opens root; echo >said; take")
+    machine.ask(f"{ONCE}; asks root; {wait}; seq 9999; opens root; echo >said; take")
     with about_to_send(machine.settings()) as child:
         machine.folder.joinpath("go").touch()
         wait_for(machine.folder.joinpath("said").exists)
