@@ -588,7 +588,7 @@ def test_polls_are_rare_while_nothing_happens(phone: Phone) -> None:
     polled_after(1)
 
 
-def test_a_hidden_page_sends_no_requests_and_hides_the_passphrase(
+def test_a_hidden_page_sends_no_requests_and_hides_what_is_shown(
     api: Client, tmp_path: Path, playwright: Playwright
 ) -> None:
     """Without Playwright's defaults, which make every page visible all the time."""
@@ -602,10 +602,17 @@ def test_a_hidden_page_sends_no_requests_and_hides_the_passphrase(
         address = next(line.split()[-1] for line in process.stderr if "ws://" in line)
         browser = playwright.chromium.connect_over_cdp(address, no_defaults=True)
         phone = Phone(browser.contexts[0].pages[0], api)
-        phone.stop_clock().open().give_pin().sees("off")
-        phone.type_passphrase().press("Show")
+        phone.stop_clock().open().part("pin").fill(PIN)
+        other = browser.contexts[0].new_page()
+        phone.page.bring_to_front()
+        phone.press("Show PIN")
+        expect(phone.part("pin")).to_have_attribute("type", "text")
+        other.bring_to_front()
+        expect(phone.part("pin")).to_have_attribute("type", "password")
+        phone.page.bring_to_front()
+        phone.give_pin().sees("off").type_passphrase().press("Show")
         expect(phone.part("passphrase")).to_have_attribute("type", "text")
-        browser.contexts[0].new_page().bring_to_front()
+        other.bring_to_front()
         phone.page.wait_for_function("document.hidden")
         expect(phone.part("passphrase")).to_have_attribute("type", "password")
         count = len(phone.requests)
