@@ -210,12 +210,18 @@ class Phone:
 
     def show(self, state: str, *start: Any, **members: Any) -> "Phone":
         """Tell, and wait until the page has drawn it."""
-        if not start:
-            return self.tell(state).look().sees(state)
-        members = {"message": f"From waker, {next(self.numbers)}."} | members
-        self.tell(state, *start, **members).look()
-        drawn = self.page.locator("main")  # with what is folded away
-        expect(drawn).to_contain_text(members["message"], ignore_case=True)
+        if start:
+            members = {"message": f"From waker, {next(self.numbers)}."} | members
+        self.tell(state, *start, **members)
+        main = self.page.locator("main")
+
+        def is_drawn() -> bool:
+            if start:  # it may be folded away
+                return members["message"].lower() in (main.text_content() or "").lower()
+            return main.get_attribute("data-view") == state
+
+        while not is_drawn():  # a poll that is under way brings what was told before
+            self.look().page.wait_for_timeout(50)  # ms
         return self
 
     def stop_clock(self) -> "Phone":

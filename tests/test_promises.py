@@ -955,7 +955,7 @@ def test_each_outcome_reaches_the_client_and_the_status(
     machine: Machine, row: Reach
 ) -> None:
     settings = machine.ask(row.script).settings(**row.settings)
-    program = shortened(machine.folder, prompt_seconds=5, retry_seconds=0.5)
+    program = shortened(machine.folder, prompt_seconds=8, retry_seconds=0.5)
     with daemon(settings, program=program) as started:
         client = started.client.log_in()
         answer = client.unlock()
@@ -1531,14 +1531,14 @@ def test_a_step_of_the_clock_discards_no_verdict(machine: Machine) -> None:
 
 def test_a_machine_that_resets_has_its_time_to_ask_again(machine: Machine) -> None:
     early = "echo Try again later; exit 1"
-    limits = {"prompt_seconds": 4, "retry_seconds": 1}
+    limits = {"prompt_seconds": 10, "retry_seconds": 1}
     with machine.ask(early).waker(**limits) as started:
         client = started.client.log_in()
         client.start()
         wait_for(machine.has_run)
         began = time.monotonic()
         machine.show(SILENT, SILENT)
-        wait_for(lambda: time.monotonic() > began + 5)  # more than prompt_seconds
+        wait_for(lambda: time.monotonic() > began + 11)  # more than prompt_seconds
         machine.ask(f"[ -e early ] || {{ echo >early; {early}; }}; disk root")
         assert wait_until(client, "booting")["outcome"] == "unlocked"
 
