@@ -29,6 +29,7 @@ DESTDIR ?=
 UNITS := $(PREFIX)/lib/systemd/system
 CONFIG := $(DESTDIR)/etc/waker
 KEY := $(CONFIG)/ssh_key
+CARD := dist/card/waker
 EXAMPLES ?= 200
 SEED ?= 1
 
@@ -51,6 +52,17 @@ dist/waker: always
 	chmod 755 $@.part
 	mv -f $@.part $@
 
+card: dist/waker ## make what a Raspberry Pi's SD card needs, dist/card
+	install -d -m 700 $(CARD)
+	install -m 755 docs/raspberry-pi/vendor-data dist/card
+	install -m 755 dist/waker $(CARD)
+	install -m 644 waker.service $(CARD)
+	test -e $(CARD)/waker.env || install -m 600 waker.env.example $(CARD)/waker.env
+	test -e $(CARD)/ssh_key || ssh-keygen -q -t ed25519 -N "" -C waker -f $(CARD)/ssh_key
+	@echo; echo "dist/card is ready. Your server needs this public key:"
+	@echo; sed "s/^/    /" $(CARD)/ssh_key.pub
+	@echo; echo "Next: see docs/raspberry-pi.md"
+
 install: install-$(INIT) ## install the service; INIT=systemd or procd, PREFIX=, DESTDIR=
 	test -e "$(CONFIG)" || install -d -m 700 "$(CONFIG)"
 	test -e "$(CONFIG)/waker.env" -o -L "$(CONFIG)/waker.env" || \
@@ -58,7 +70,7 @@ install: install-$(INIT) ## install the service; INIT=systemd or procd, PREFIX=,
 # A package, made with DESTDIR, must not contain a key: everybody would have the same.
 ifeq ($(DESTDIR),)
 	@if test -e "$(KEY)" -o -L "$(KEY)"; then \
-		echo; echo "Installed. If waker is running, restart it."; \
+		echo; echo "Installed. If waker is running, restart it now."; \
 	else \
 		ssh-keygen -q -t ed25519 -N "" -C waker -f "$(KEY)" || exit; \
 		echo; echo "Installed. Your server needs this public key:"; \
@@ -141,7 +153,7 @@ lint: $(VENV)/done ## run ruff, mypy and shellcheck
 	$(BIN)/mypy waker.py tests/*.py tests/vm/*.py
 	shellcheck docs/dracut/46initrd-ssh/cryptroot-unlock \
 		docs/dracut/46initrd-ssh/module-setup.sh
-	shellcheck --shell=dash waker.init tests/initrds/*.sh
+	shellcheck --shell=dash waker.init docs/raspberry-pi/vendor-data tests/initrds/*.sh
 
 clean: ## remove what the other targets made
 	rm -rf .venv* .vm dist .hypothesis .mypy_cache .pytest_cache .ruff_cache \
@@ -163,6 +175,6 @@ $(VENV)/done: tests/requirements.txt $(VENV)/run
 	$(@D)/bin/pip install --disable-pip-version-check --no-deps -r $<
 	touch $@
 
-.PHONY: always help demo run dist install install-program install-systemd install-procd \
-	uninstall test test-browsers fuzz siege breaks bench screenshots test-vm \
+.PHONY: always help demo run dist card install install-program install-systemd \
+	install-procd uninstall test test-browsers fuzz siege breaks bench screenshots test-vm \
 	test-unstable test-paramiko lint clean

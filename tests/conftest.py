@@ -174,6 +174,8 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     for pattern in ("Makefile", "README.md", "ui.html", "waker.*"):
         for path in CHECKOUT.glob(pattern):
             shutil.copy(path, folder)
+    card = "docs/raspberry-pi"
+    shutil.copytree(CHECKOUT / card, folder / card, dirs_exist_ok=True)
     command = [need("make"), "--silent", "-C", str(folder), *arguments]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
 

@@ -51,6 +51,22 @@ def test_install_puts_each_file_in_its_place_and_never_touches_settings(
     assert settings.is_symlink()
 
 
+def test_a_card_has_everything_and_keeps_its_key_and_settings(tmp_path: Path) -> None:
+    need("ssh-keygen")
+    shown = make(tmp_path, "card").stdout
+    card = tmp_path / "dist/card"
+    assert card.joinpath("waker/ssh_key.pub").read_text() in shown
+    folder = {"ssh_key", "ssh_key.pub", "waker", "waker.env", "waker.service"}
+    assert {path.name for path in card.iterdir()} == {"vendor-data", "waker"}
+    assert {path.name for path in card.joinpath("waker").iterdir()} == folder
+    settings = card / "waker/waker.env"
+    for secret in (settings, settings.with_name("ssh_key")):
+        assert secret.stat().st_mode & 0o777 == 0o600
+    settings.write_text("WAKER_PIN=mine\n")
+    assert make(tmp_path, "card").stdout == shown
+    assert settings.read_text() == "WAKER_PIN=mine\n"
+
+
 def test_install_makes_a_key_once_and_shows_it_with_the_next_step(
     tmp_path: Path,
 ) -> None:

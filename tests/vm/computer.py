@@ -31,6 +31,7 @@ class Computer:
     router: Namespace
     cable: io.FileIO  # the computer's end
     log: Path  # of its console
+    card: Path | None = None  # another disk, on which what it writes stays
     qemu: subprocess.Popen[bytes] | None = None
 
     def listen(self) -> bool:
@@ -67,6 +68,8 @@ class Computer:
         for disk in self.guest.disks:
             image = self.guest.folder / disk
             command += ["-drive", f"if=virtio,format=raw,snapshot=on,file={image}"]
+        if self.card:
+            command += ["-drive", f"if=virtio,format=raw,file={self.card}"]
         with self.log.open("ab") as console:
             self.qemu = subprocess.Popen(
                 command,

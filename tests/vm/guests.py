@@ -41,6 +41,39 @@ COMMON = "iproute2 kmod openssh-server systemd-sysv udev zstd"
 # All that a guest has; with every driver there is, an initrd would take far longer.
 DRIVERS = "dm_crypt ext4 virtio_blk virtio_net virtio_pci"
 LAN = DRACUT[3].replace("192.168.1.20", ADDRESS).replace("192.168.1.1", ROUTER)
+# Makes a Debian similar to Raspberry Pi OS, whose packages come from its own disk. What
+# it says of cloud-init is from pi-gen and rpi-cloud-init-mods, as of June 2026.
+PI_OS = """
+apt-get install -y --no-install-recommends cloud-init
+apt-get purge -y --autoremove python3-paramiko
+mkdir /archive
+apt-get install -y --download-only --no-install-recommends python3-paramiko
+mv /var/cache/apt/archives/*.deb /archive
+cd /archive
+for file in *.deb; do
+    dpkg-deb -f "$file"
+    echo "Filename: $file"
+    echo "Size: $(stat -c %s "$file")"
+    echo "SHA256: $(sha256sum "$file" | cut -d' ' -f1)"
+    echo
+done >Packages
+rm -rf /etc/apt/sources.list.d/* /var/lib/apt/lists/*
+echo 'deb [trusted=yes] file:/archive ./' >/etc/apt/sources.list
+mkdir /boot/firmware
+echo 'LABEL=bootfs /boot/firmware vfat defaults 0 0' >>/etc/fstab
+cat >/etc/cloud/cloud.cfg.d/99_raspberry-pi.cfg <<END
+datasource_list: [NoCloud, None]
+datasource: {NoCloud: {seedfrom: "file:///boot/firmware"}}
+ssh_deletekeys: false
+ssh_genkeytypes: []
+network: {config: disabled}
+END
+mkdir /etc/systemd/system/cloud-init-main.service.d
+cat >/etc/systemd/system/cloud-init-main.service.d/card.conf <<END
+[Unit]
+RequiresMountsFor=/boot/firmware
+END
+"""
 
 
 @dataclass(frozen=True)
@@ -79,6 +112,7 @@ BOXES = (
     Guest("box-12", disks=["system"], encrypted=False),
     Guest("box-13", suite="trixie", disks=["system"], encrypted=False),
 )
+PI = Guest("pi", suite="trixie", disks=["pi-system"], encrypted=False)
 GUESTS = (
     Guest("dropbear"),
     Guest("two-disks", port=22, forced=False, disks=["cryptroot", "crypthome"]),
@@ -129,11 +163,13 @@ def install(suite: str) -> None:
     tree, minimal = BUILD / suite, BUILD / f"minimal-{suite}"
     packages = f"{COMMON} {PACKAGES.get(suite) or PACKAGES['trixie']}"
     stale = ['--aptopt=Acquire::Check-Valid-Until "false"']  # the mirror may lag behind
-    hooks = (
+    hooks = [
         f'cp --archive --one-file-system "$1" {minimal}',
         # The initrds are made later.
         f'INITRD=No chroot "$1" apt-get install -y --no-install-recommends {packages}',
-    )
+    ]
+    if suite == PI.suite:
+        hooks.append(f'cp --archive --one-file-system "$1" {BUILD}/pi-tree')
     run(
         *("unshare", "--mount", "mmdebstrap"),  # so that none of its mounts stays
         *("--variant=minbase", "--include=python3-paramiko"),
@@ -142,8 +178,13 @@ def install(suite: str) -> None:
         *("--dpkgopt=force-unsafe-io", *(f"--customize-hook={hook}" for hook in hooks)),
         *(suite, tree),
     )
-    tree.chmod(0o755)
     minimal.chmod(0o755)
+    prepare(tree)
+
+
+def prepare(tree: Path) -> None:
+    """Give a tree its name, its network, and root's SSH key."""
+    tree.chmod(0o755)
     write(tree / "etc/hostname", "guest\n")
     write(tree / "etc/systemd/network/10-lan.network", LAN)
     run_in(tree, "systemctl", "enable", "systemd-networkd")
@@ -188,6 +229,18 @@ def with_dracut(guest: Guest, tree: Path) -> str:
     (version,) = (path.name for path in tree.glob("lib/modules/*"))
     here = {"dracut --force": f"dracut --force /boot/initrd {version}"}
     return follow(tree, DRACUT[5], here).splitlines()[-1]
+
+
+def build_pi() -> None:
+    """Make the disk of a Raspberry Pi without a card's boot partition."""
+    tree = BUILD / "pi-tree"
+    prepare(tree)
+    run_in(tree, "sh", "-ec", PI_OS)
+    shutil.copytree(BUILD / "modules", tree / "lib/modules")
+    PI.folder.mkdir()
+    run("mke2fs", "-q", "-t", "ext4", "-d", tree, PI.folder / PI.disks[0], "640M")
+    shutil.copy(BUILD / "initrd.img", PI.folder / "initrd")
+    shutil.rmtree(tree)
 
 
 def encrypt(plain: Path, image: Path, passphrase: str, iterations: int) -> None:
@@ -251,7 +304,9 @@ def build_all() -> None:
             (path,) = tree.glob(f"boot/{name}-*")
             shutil.copy(path, BUILD / name)
         shutil.copytree(tree / "lib/modules", BUILD / "modules")
+        pi = pool.submit(build_pi)
         list(pool.map(partial(build, guests=BOXES + GUESTS), PACKAGES))
+        pi.result()
 
 
 def ready() -> None:

@@ -1,0 +1,70 @@
+"""A Raspberry Pi that gets waker from its card, by a real cloud-init."""
+
+import contextlib
+import shutil
+from functools import partial
+from pathlib import Path
+
+from computer import Owner, computer_of
+from conftest import PIN, Client, make
+from guests import ADDRESS, PI, ROUTER, run
+from test_box import LISTENS, Box, check_all_steps, new_machine
+
+CARD = "/boot/firmware/waker"
+# As Raspberry Pi Imager leaves it there.
+IMAGER = {
+    "meta-data": "dsmode: local\ninstance_id: rpios-image\n",
+    "network-config": "# nothing\n",
+    "user-data": "#cloud-config\nhostname: pi\nruncmd:\n- [touch, /root/ran]\n",
+}
+
+
+def test_a_card_is_all_that_a_raspberry_pi_needs(tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    shown = make(checkout, "card").stdout
+    folder = checkout / "dist/card/waker"
+    assert folder.joinpath("ssh_key.pub").read_text().strip() in shown
+    for name, text in IMAGER.items():
+        checkout.joinpath("dist/card", name).write_text(text)
+    card = tmp_path / "card"
+    run("mkfs.vfat", "-n", "bootfs", "-C", card, "65536")  # KiB
+
+    with computer_of(PI, tmp_path) as computer:
+        computer.card = card
+        router = computer.router
+        machine = router.run(partial(new_machine, tmp_path, ROUTER))
+        with contextlib.closing(machine):
+            shutil.copy(machine.ssh_key, folder)
+            run("mcopy", "-s", "-i", card, *folder.parent.iterdir(), "::")
+            computer.switch_on()
+            box = Box(computer)
+
+            # The example as it is: the report says what to fill in, and both stay.
+            box.wait(f"grep 'boot again' {CARD}/report.txt")
+            report = box.run(f"cat {CARD}/report.txt")
+            assert report.count(" has no value") == 3
+            box.run(f"cd {CARD}; cat ssh_key waker.env")
+            assert computer.ssh(LISTENS).returncode != 0
+
+            settings = machine.settings() | {"WAKER_PIN": PIN}
+            for name in ("WAKER_SSH_KEY", "WAKER_HOMELAB_BROADCAST"):
+                del settings[name]
+            lines = [f"{name}={value}\n" for name, value in settings.items()]
+            box.run(f"cat >{CARD}/waker.env", "".join(lines).encode())
+            box.run("systemd-run --on-active=1 systemctl reboot")
+            computer.wait_for("login:", 2)
+            box.wait(LISTENS)
+            check_all_steps(Owner(Client(8080, host=ADDRESS), router))
+
+            # The secrets are on the card no longer, not even as deleted files.
+            assert box.run(f"ls {CARD}").split() == [
+                "report.txt",
+                "waker",
+                "waker.service",
+            ]
+            assert "not ready" not in box.run(f"sync; cat {CARD}/report.txt /root/ran")
+            assert box.run("stat -c %a /etc/waker/*").split() == ["600"] * 3
+            key = machine.ssh_key.read_bytes().splitlines()[1]
+            assert not any(
+                secret in card.read_bytes() for secret in (PIN.encode(), key)
+            )
