@@ -63,7 +63,7 @@ if TYPE_CHECKING:  # imported only where needed, to save memory; paramiko takes 
 
     from paramiko import Channel, PKey, Transport
 
-__version__ = "3.0.0.dev0"
+__version__ = "3.0.0"
 
 # ---- Values --------------------------------------------------------------------------
 # Parsers raise ValueError. No repr shows a secret.
@@ -262,7 +262,7 @@ MAY_GIVE_UP: Final = (
 )
 OLD_SCRIPT_FIX: Final = (
     "the initrd's unlock script is waker 2's. Type the passphrase at the server, or put"
-    " waker 2.1 back on this box; then renew the script (docs/initrds.md)"
+    " waker 2.1 back on this box; then renew the script (see CHANGELOG.md)"
 )
 
 
@@ -481,7 +481,7 @@ def explain_no_paramiko() -> str:
     packages = {
         "apt": "apt install python3-paramiko",
         "opkg": "opkg install python3-paramiko",
-        "apk": "apk add python3-paramiko python3-six",
+        "apk": "apk add python3-paramiko python3-six, or see docs/openwrt.md",
     }
     tool = next(filter(shutil.which, packages), "")
     remedy = packages.get(tool, "pip install paramiko")
@@ -903,8 +903,8 @@ SETTINGS: Final[tuple[Setting, ...]] = (
 STATE_SETTINGS: Final = 3  # how many of them `state` needs
 UNLOCK_SETTINGS: Final = 6  # and `unlock`
 NO_TLS: Final = (
-    "has no effect: waker 3 serves plain HTTP. Close a forwarded port before you delete"
-    " this line, and see CHANGELOG.md"
+    "must be deleted, because waker 3 serves plain HTTP. Close a forwarded port first,"
+    " and see CHANGELOG.md"
 )
 RETIRED: Final = {"WAKER_TLS_CERT": NO_TLS, "WAKER_TLS_KEY": NO_TLS}
 # A line of FILE: a value in quotes, or one without quotes, comment or another setting.
@@ -1785,8 +1785,9 @@ def check_box(config: Config, file: Path | None) -> Iterator[Finding]:
         listen(config.listen).close()
         yield "web port", f"{config.listen[1]} is free", OK
     except OSError as error:
-        verdict = HINT if error.errno == errno.EADDRINUSE else WRONG
-        yield "web port", f"WAKER_LISTEN: {error.strerror}", verdict
+        is_taken = error.errno == errno.EADDRINUSE
+        problem = "in use, perhaps by waker itself" if is_taken else str(error.strerror)
+        yield "web port", f"WAKER_LISTEN: {problem}", HINT if is_taken else WRONG
     try:
         route = f"would leave from {find_source(config)} to {config.broadcast}"
         try:

@@ -92,7 +92,11 @@ def test_settings_that_are_open_to_others_are_wrong(tmp_path: Path) -> None:
     ("tool", "module", "remedy"),
     [
         ("apt", "import no_such_six", "apt install python3-paramiko"),
-        ("apk", "import os; os.TripleDES", "apk add python3-paramiko python3-six"),
+        (
+            "apk",
+            "import os; os.TripleDES",
+            "apk add python3-paramiko python3-six, or see docs/openwrt.md",
+        ),
     ],
 )
 def test_a_broken_paramiko_is_wrong_and_the_systems_tool_mends_it(

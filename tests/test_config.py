@@ -106,7 +106,7 @@ def test_a_setting_without_a_value_has_its_default(box: Box) -> None:
 
 
 def test_whoever_used_https_is_warned_before_it_starts_without(box: Box) -> None:
-    words = "WAKER_TLS_CERT has no effect.*forwarded port.*CHANGELOG"
+    words = "WAKER_TLS_CERT must be deleted.*forwarded port.*CHANGELOG"
     assert re.match(words, box.mistake(TLS_CERT="pem"))
 
 
