@@ -119,7 +119,7 @@ fuzz: $(VENV)/done ## test with random requests and inputs; EXAMPLES=200, SEED=1
 	EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest $(PYTEST_ARGS) \
 		tests/properties.py tests/fuzz.py --hypothesis-seed $(SEED)
 
-siege: $(VENV)/done ## attack the daemon for 10 minutes, as root; ATTACK=heads
+siege: $(VENV)/done ## attack the daemon for 15 minutes, as root; ATTACK=heads
 	$(BIN)/python tests/siege.py 3 $(if $(ATTACK),"$(ATTACK)")
 
 breaks: $(VENV)/done ## break each promise: does a test notice? BREAK="some words"

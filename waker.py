@@ -7,7 +7,7 @@ Away from home, you type a PIN and the disk's passphrase into a web page. This d
 on a Raspberry Pi or router near the machine, wakes the machine, watches it and unlocks
 its disk. The passphrase is sent only after this connection's host key matched a pinned
 key and the initrd asked. "Unlocked" is reported only if the initrd said so. The
-daemon writes no files; a restart invalidates all tokens.
+daemon writes no files; a restart invalidates all tokens. The page is ui.html.
 
 The rules of this file:
 1. Read it top to bottom, once: a name is defined before it is used.
@@ -95,7 +95,7 @@ class Pin:
     def __init__(self, text: str) -> None:
         if not 8 <= len(text) <= 128 or text != text.strip():
             raise ValueError
-        self._digest: Final = sha256(text.encode())
+        self._digest: Final = sha256(text.encode())  # only to compare equal lengths
         self.is_number: Final = text.isdecimal()
 
     def matches(self, text: str) -> bool:
@@ -261,8 +261,8 @@ MAY_GIVE_UP: Final = (
     " the server (unless crypttab has tries=0)."
 )
 OLD_SCRIPT_FIX: Final = (
-    "the initrd's unlock script is waker 2's. Type the passphrase at the server, or put"
-    " waker 2.1 back on this box; then renew the script (see CHANGELOG.md)"
+    "the initrd still has waker 2's unlock script. Type the passphrase at the server,"
+    " or put waker 2.1 back on this box; then renew the script (see CHANGELOG.md)"
 )
 
 
@@ -558,7 +558,7 @@ def find_key_problem(path: Path) -> str:
         if "PRIVATE KEY" not in path.read_text("latin-1"):
             return f"{shown} is not a private key; {remedy}"
         if path.stat().st_mode & 0o007:
-            return f"{shown} is open to others; chmod 600 {shown}"
+            return f"{shown} is open to others; run: chmod 600 {shown}"
     except FileNotFoundError:
         return f"{shown} is missing; correct the path, or {remedy}"
     except OSError as error:
@@ -574,7 +574,7 @@ def load_key(path: Path) -> "PKey":
         with contextlib.suppress(PEER_ERRORS):  # another type
             return kind.from_private_key_file(str(path))
     shown = shown_path(path)
-    problem = f"{shown} has a passphrase, is damaged, or not in OpenSSH's format"
+    problem = f"{shown} has a passphrase, is damaged, or is not in OpenSSH format"
     raise Result(Outcome.ERROR, f"SSH key {find_key_problem(path) or problem}")
 
 
@@ -1095,7 +1095,8 @@ class Starter:
             if self._is_stopping:
                 raise Fault(503, "waker is stopping")
             if self._sender:
-                raise Fault(409, "Another unlock or start is running; wait for its end")
+                busy = "Another unlock or start is running; wait until it ends"
+                raise Fault(409, busy)
             watch = self._last
             if watch and watch.phase is Phase.BOOTING:  # replace it
                 watch.show(Phase.CANCELLED, watch.message, watch.outcome)
@@ -1775,7 +1776,7 @@ Finding = tuple[str, str, str]  # subject, what was found and how to fix it, ver
 def check_box(config: Config, file: Path | None) -> Iterator[Finding]:
     """Check settings, web port and magic packet."""
     if file and file.stat().st_mode & 0o007:
-        problem = f"{file} is open to others; chmod 600 {file}"
+        problem = f"{file} is open to others; run: chmod 600 {file}"
         yield "configuration", problem, WRONG
     else:
         yield "configuration", "all settings are valid", OK

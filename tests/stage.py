@@ -240,7 +240,7 @@ class Phone:
 TOLD: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "waking": (("off", "waking", "", 0, 3), "starting", "Cancel"),
     "unlocking": (("locked", "unlocking", "", 0, 38, 40), "starting", "Cancel"),
-    "booting": (("booting", "booting", "unlocked", 0, 38, 42, 44), "starting", "keeps"),
+    "booting": (("booting", "booting", "unlocked", 0, 38, 42, 44), "starting", "carry"),
     "unchecked": (
         ("unknown", "done", "up", 0, 1, 2, 3, 3),
         "unknown",
@@ -263,11 +263,11 @@ TOLD: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "refusing": (("booting", "failed", "not_up"), "silent", "check its screen"),
     "sent": (("off", "cancelled", "not_confirmed"), "silent", "may still be booting"),
     "silent": (("off", "cancelled", "unlocked"), "silent", "may still be booting"),
-    "opened": (("locked", "cancelled", "unlocked"), "opened", "keeps booting"),
+    "opened": (("locked", "cancelled", "unlocked"), "opened", "carry on booting"),
     "already open": (
         ("booting", "cancelled", "already_open"),
         "opened",
-        "keeps booting",
+        "carry on booting",
     ),
     "another host key": (("locked", *ALARM), "foreign", "was not sent"),
     "up, after another host key": (("up", *ALARM), "foreign", "was not sent"),

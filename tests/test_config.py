@@ -118,7 +118,7 @@ def test_whoever_used_https_is_warned_before_it_starts_without(box: Box) -> None
     [
         (KEY.encode(), 0o644, "not a private key; .*ssh-keygen"),
         (b"\0\x0bssh-ed25519\0@\xff", 0o600, "not a private key; .*ssh-keygen"),
-        (PEM.encode(), 0o604, "open to others; chmod 600"),
+        (PEM.encode(), 0o604, "open to others; run: chmod 600"),
     ],
     ids=["public", "dropbear's", "readable"],
 )

@@ -163,9 +163,9 @@ def test_seconds_pass_between_polls_and_never_run_back(phone: Phone) -> None:
 
 def test_only_a_server_that_is_unlocked_is_said_to_boot(phone: Phone) -> None:
     phone.tell("booting", "booting", "unlocked").open().give_pin().reads(
-        "keeps booting"
+        "carry on booting"
     )
-    phone.show("off", "booting", "not_confirmed").does_not_read("keeps booting")
+    phone.show("off", "booting", "not_confirmed").does_not_read("carry on booting")
     expect(phone.page.locator("li.done")).to_have_count(2)
 
 
@@ -195,7 +195,7 @@ def test_two_secrets_and_two_enters_bring_the_server_up(
         other.sees("starting")
         wait_for(machine.packets)
         machine.ask()
-        phone.reads("keeps booting")
+        phone.reads("carry on booting")
         machine.show(CLOSED, OPEN)
         phone.sees("up")
         other.sees("up")
@@ -291,7 +291,7 @@ def test_a_restart_is_reported_but_no_start_of_an_hour_ago(phone: Phone) -> None
     phone.tell("off").look().sees("off").does_not_read("waker restarted")
     phone.show("off", "waking").tell("off").look().reads("stopped this start")
     phone.show("locked", "booting", "unlocked").tell("off").look().reads(
-        "keeps booting"
+        "carry on booting"
     )
 
 
