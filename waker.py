@@ -1838,7 +1838,8 @@ def check_unlocking(config: Config) -> Iterator[Finding]:
         subject = "host key"
         ports = check_ports(config)
         if ports.initrd is not PortState.OPEN or ports.system is PortState.OPEN:
-            text = "not seen; check again while the initrd waits for its passphrase"
+            seen = "not seen" if config.host_keys else "WAKER_SSH_HOST_KEY is not set"
+            text = f"{seen}; check again while the initrd waits for its passphrase"
             yield subject, text, HINT
             return
         transport = open_transport(config, time.monotonic() + CHECK_SECONDS)

@@ -52,6 +52,10 @@ SEEN = {
         *("system's port", "- .* says SSH-2.0-dropbear.*; are the two ports swapped"),
     ),
     "system up": ({"SYSTEM_SSH_PORT": "{open}"}, "host key", "- not seen"),
+    "no pin yet": (
+        {"SYSTEM_SSH_PORT": "{open}", "SSH_HOST_KEY": ""},
+        *("host key", "- WAKER_SSH_HOST_KEY is not set; check again"),
+    ),
     "one port": ({"SYSTEM_SSH_PORT": "{initrd}"}, "login", "ok root can"),
 }
 

@@ -147,8 +147,9 @@ def run_in(tree: Path, *command: str) -> str:
 
 def follow(tree: Path, commands: str, changes: Mapping[str, str]) -> str:
     """Run commands of README or docs in a tree, with what a reader would change."""
-    key = {"ssh-ed25519 AAAA… waker": AUTHORIZED.read_text().strip()}
-    for old, new in (key | dict(changes)).items():
+    key = AUTHORIZED.read_text().strip()
+    keys = dict.fromkeys(("PUBLIC-KEY-FROM-STEP-1", "ssh-ed25519 AAAA… waker"), key)
+    for old, new in (keys | dict(changes)).items():
         commands = commands.replace(old, new)
     return run_in(tree, "sh", "-ec", f'sudo() {{ "$@"; }}; cd /root\n{commands}')
 
