@@ -420,7 +420,8 @@ def probe_port(host: str, port: int, *, banner: bool = False) -> tuple[PortState
             return PortState.SILENT, ""
         return PortState.UNKNOWN, ""
     # Half a banner is none: "SSH-2.0-" could become anything.
-    return PortState.OPEN, received.rpartition(b"\n")[0].decode("latin-1").strip()
+    line, end, _ = received.partition(b"\n")  # dropbear's key exchange follows at once
+    return PortState.OPEN, line.decode("latin-1").strip() if end else ""
 
 
 def check_ports(config: Config) -> PortStates:

@@ -37,6 +37,12 @@ def test_half_a_banner_is_none() -> None:
         assert state("127.0.0.1", port, port) == "booting"
 
 
+def test_what_follows_a_banner_is_no_part_of_it() -> None:
+    with tcp_server(lambda tcp: tcp.sendall(b"SSH-2.0-x\r\n\x00\nkeys")) as port:
+        seen = waker.probe_port("127.0.0.1", port, banner=True)
+    assert seen == (waker.PortState.OPEN, "SSH-2.0-x")
+
+
 def test_a_machine_that_does_not_answer_arp_is_off(home: Home) -> None:
     """After a while, Linux reports it as unreachable."""
     router, absent = home[0], "192.168.77.99"
