@@ -14,16 +14,16 @@ KEYS = f"Pinned SHA256:{'x' * 43}, shown SHA256:{'y' * 43}."
 # How the buttons of each view begin.
 BUTTONS = {
     "off": ("Wake and", "Wake only"),
-    "booting": ("Unlock",),
+    "booting": ("Unlock when ready",),
     "locked": ("Unlock",),
     "starting": ("",),  # Cancel, or Stop watching
     "doubtful": ("Enter another", "Stop watching"),
     "up": (),
-    "opened": ("Enter",),
-    "silent": ("Enter",),
+    "opened": ("Enter passphrase anyway",),
+    "silent": ("Enter passphrase anyway",),
     "unknown": ("Enter",),
-    "foreign": ("Enter",),
-    "stuck": ("Enter",),
+    "foreign": ("Enter passphrase anyway",),
+    "stuck": ("Enter passphrase anyway",),
 }
 PHASES = ("waking", "unlocking", "booting", "done")
 SENT = ("unlocked", "not_confirmed", "wrong_passphrase", "gave_up", "up")
@@ -261,14 +261,10 @@ TOLD: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "given up": (("locked", "failed", "gave_up"), "stuck", "must restart it"),
     "switched off": (("off", "failed", "gave_up"), "off", ""),
     "refusing": (("booting", "failed", "not_up"), "silent", "check its screen"),
-    "sent": (("off", "cancelled", "not_confirmed"), "silent", "may still be booting"),
-    "silent": (("off", "cancelled", "unlocked"), "silent", "may still be booting"),
-    "opened": (("locked", "cancelled", "unlocked"), "opened", "carry on booting"),
-    "already open": (
-        ("booting", "cancelled", "already_open"),
-        "opened",
-        "carry on booting",
-    ),
+    "sent": (("off", "cancelled", "not_confirmed"), "silent", "may"),
+    "silent": (("off", "cancelled", "unlocked"), "silent", "may"),
+    "opened": (("locked", "cancelled", "unlocked"), "opened", "still booting"),
+    "already open": (("booting", "cancelled", "already_open"), "opened", "booting"),
     "another host key": (("locked", *ALARM), "foreign", "was not sent"),
     "up, after another host key": (("up", *ALARM), "foreign", "was not sent"),
 }

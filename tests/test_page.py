@@ -150,6 +150,9 @@ def test_the_forecast_is_wakers_or_else_this_browsers(phone: Phone) -> None:
     phone.show("up", "done", "up", 0, 99)  # it was up already: no usual time
     phone.show("off", "waking", "", 0, 17).reads("About 45\u00a0s left")
     phone.show("off", "waking", "", 0, 17, usual=27).reads("About 10\u00a0s left")
+    phone.show("off", "waking", "", 0, 99, usual=27).reads("Longer than usual")
+    # The ring closes when the server is up.
+    expect(phone.part("arc")).to_have_attribute("stroke-dasharray", "96 100")
 
 
 def test_seconds_pass_between_polls_and_never_run_back(phone: Phone) -> None:
@@ -167,6 +170,7 @@ def test_only_a_server_that_is_unlocked_is_said_to_boot(phone: Phone) -> None:
     )
     phone.show("off", "booting", "not_confirmed").does_not_read("carry on booting")
     expect(phone.page.locator("li.done")).to_have_count(2)
+    expect(phone.page.locator("li.unsure")).to_have_text("Unlock the disk")
 
 
 RECORD = """() => {
