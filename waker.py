@@ -95,7 +95,8 @@ class Pin:
     def __init__(self, text: str) -> None:
         if not 8 <= len(text) <= 128 or text != text.strip():
             raise ValueError
-        self._digest: Final = sha256(text.encode())  # only to compare equal lengths
+        # Not to hide it: `compare_digest` needs equal lengths to take equal time.
+        self._digest: Final = sha256(text.encode())
         self.is_number: Final = text.isdecimal()
 
     def matches(self, text: str) -> bool:
@@ -1787,9 +1788,11 @@ def check_box(config: Config, file: Path | None) -> Iterator[Finding]:
         listen(config.listen).close()
         yield "web port", f"{config.listen[1]} is free", OK
     except OSError as error:
-        is_taken = error.errno == errno.EADDRINUSE
-        problem = "in use, perhaps by waker itself" if is_taken else str(error.strerror)
-        yield "web port", f"WAKER_LISTEN: {problem}", HINT if is_taken else WRONG
+        if error.errno == errno.EADDRINUSE:
+            problem = f"{config.listen[1]} is in use, perhaps by waker itself"
+            yield "web port", problem, HINT
+        else:
+            yield "web port", f"WAKER_LISTEN: {error.strerror}", WRONG
     try:
         route = f"would leave from {find_source(config)} to {config.broadcast}"
         try:
