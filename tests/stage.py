@@ -261,10 +261,10 @@ TOLD: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "given up": (("locked", "failed", "gave_up"), "stuck", "must restart it"),
     "switched off": (("off", "failed", "gave_up"), "off", ""),
     "refusing": (("booting", "failed", "not_up"), "silent", "check its screen"),
-    "sent": (("off", "cancelled", "not_confirmed"), "silent", "may"),
-    "silent": (("off", "cancelled", "unlocked"), "silent", "may"),
+    "sent": (("off", "cancelled", "not_confirmed"), "silent", "may be booting"),
+    "silent": (("off", "cancelled", "unlocked"), "silent", "may still be booting"),
     "opened": (("locked", "cancelled", "unlocked"), "opened", "still booting"),
-    "already open": (("booting", "cancelled", "already_open"), "opened", "booting"),
+    "already open": (("booting", "cancelled", "already_open"), "opened", "It is still"),
     "another host key": (("locked", *ALARM), "foreign", "was not sent"),
     "up, after another host key": (("up", *ALARM), "foreign", "was not sent"),
 }
