@@ -1584,10 +1584,13 @@ def test_80_dripping_clients_of_one_address_do_not_delay_the_owner() -> None:
 
         def is_settled() -> bool:
             made_room = select.select(many, [], [], 0)[0]
-            return len(handlers()) == 80 - len(made_room) and started.busy(0.2) == 0
+            held = len(many) - len(made_room)
+            return len(handlers()) == held and started.busy(0.2) == 0
 
         wait_for(is_settled)
-        assert len(handlers()) == 64
+        while len(handlers()) < 64:  # a slow thread had two make room for one
+            many.append(crowd.enter_context(knock(client, GET)))
+            wait_for(is_settled)
         files = started.uses()[1]
         frozen = Frozen(handlers())
         for tcp in many:
