@@ -86,6 +86,19 @@ def test_each_minute_has_room_for_ten_attempts_and_no_more() -> None:
             gate.count_attempt("192.0.2.1", minute + 10)
 
 
+@pytest.mark.parametrize("later", [9, 9.25, 9.5, 9.75, 59.01])
+def test_a_client_that_waits_as_told_is_let_in(later: float) -> None:
+    """And it is told to wait less than a second longer than it must."""
+    gate = waker.Gate()
+    for attempt in range(10):
+        gate.count_attempt("192.0.2.1", attempt)
+    with pytest.raises(waker.Fault) as refusal:
+        gate.count_attempt("192.0.2.1", later)
+    seconds = int(dict(refusal.value.headers)["Retry-After"])
+    assert later + seconds < 60 + 1
+    gate.count_attempt("192.0.2.1", later + seconds)
+
+
 def test_4096_clients_are_remembered_and_the_least_recent_is_forgotten() -> None:
     gate = waker.Gate()
     for attempt in range(10):

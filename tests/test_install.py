@@ -51,6 +51,13 @@ def test_install_puts_each_file_in_its_place_and_never_touches_settings(
     assert settings.is_symlink()
 
 
+def test_the_one_file_can_be_run_as_it_is(tmp_path: Path) -> None:
+    """README says `sudo dist/waker check` before anything is installed."""
+    make(tmp_path, "dist")
+    program = tmp_path / "dist/waker"
+    assert program.stat().st_mode & 0o777 == 0o755
+
+
 def test_a_card_has_everything_and_keeps_its_key_and_settings(tmp_path: Path) -> None:
     need("ssh-keygen")
     shown = make(tmp_path, "card").stdout

@@ -173,6 +173,12 @@ def test_only_a_server_that_is_unlocked_is_said_to_boot(phone: Phone) -> None:
     expect(phone.page.locator("li.unsure")).to_have_text("Unlock the disk")
 
 
+def test_only_what_can_be_undone_can_be_cancelled(phone: Phone) -> None:
+    phone.tell("off", "waking").open().give_pin().sees("starting").offers("Cancel")
+    for outcome in ("unlocked", "already_open", "not_confirmed"):
+        phone.show("booting", "booting", outcome).offers("Stop watching")
+
+
 RECORD = """() => {
     window.announced = [];
     const live = document.querySelector("[role=status]");

@@ -61,6 +61,36 @@ def test_nothing_is_sent_once_the_daemon_has_died(machine: Machine) -> None:
     assert machine.received() == []
 
 
+# Delays each process that is about to begin until the pipe's other end is closed.
+DELAY = """
+import sys
+
+def wait(event, arguments):
+    if event == "subprocess.Popen":
+        with open("{}") as pipe:
+            pipe.read()
+
+sys.addaudithook(wait)
+"""
+
+
+def test_nothing_is_sent_after_a_cancel_while_the_process_begins(
+    machine: Machine,
+) -> None:
+    pipe = machine.ask().folder / "pipe"
+    os.mkfifo(pipe)
+    machine.folder.joinpath("sitecustomize.py").write_text(DELAY.format(pipe))
+    slow = {"PYTHONPATH": str(machine.folder)}
+    with daemon(machine.settings() | slow) as started:
+        client = started.client.log_in()
+        client.start()
+        with pipe.open("w"):  # it begins now
+            assert client.call("DELETE", "/api/start").status == 200
+        start = wait_until(client, "cancelled")
+    assert (start["outcome"], start["sent"]) == ("cancelled", False)
+    assert machine.received() == []
+
+
 def test_a_request_that_sigterm_overtakes_starts_nothing(machine: Machine) -> None:
     machine.make_keys()
     with machine.waker() as started, ThreadPoolExecutor() as pool:
