@@ -145,6 +145,8 @@ def test_an_answer_is_kept_for_a_slow_reader() -> None:
     with daemon(MACHINE) as started, socket.socket() as reader:
         idle = started.uses()
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        # An Ethernet's segments. Linux lets its buffers grow with them.
+        reader.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1460)
         reader.connect((started.client.host, started.client.port))
         reader.sendall(GET + b"\r\n")
         assert select.select([reader], [], [], 20)[0]
