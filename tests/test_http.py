@@ -2,6 +2,7 @@
 
 import select
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -38,6 +39,7 @@ def server() -> Iterator[Client]:
         yield client
 
 
+RESET = struct.pack("ii", 1, 0)  # struct linger: hang up by RST, at once
 Come = Callable[[Client, list[str]], list[socket.socket]]
 
 
@@ -167,6 +169,23 @@ def test_chance_decides_who_makes_room(come: Come, server: Client) -> None:
     # On average, 38 of 64 stay. If always the newest went, 63 would; if the oldest, 31.
     assert sum(map(is_open, first)) < 60
     assert any(map(is_open, first[:32]))
+
+
+def test_clients_that_have_gone_are_not_asked_to_make_room(come: Come) -> None:
+    """Or nobody does, until a request of the others has had its ten seconds."""
+    with daemon(MACHINE) as started:
+        idle = started.uses()
+        gone = come(started.client, ["127.0.0.1"] * 64)
+        wait_for(lambda: started.uses()[0] == idle[0] + 64)
+        for tcp in gone:
+            tcp.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            tcp.close()
+        wait_for(lambda: started.uses() == idle)
+        come(started.client, places(1, 64))
+        began = time.monotonic()
+        with knock(started.client, GET + b"\r\n", "127.0.0.9") as owner:
+            assert answer_on(owner).status == 200
+        assert time.monotonic() < began + 5
 
 
 def test_a_request_that_arrives_at_the_last_moment_is_answered(come: Come) -> None:
