@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -386,6 +387,35 @@ def test_a_server_that_loses_its_power_is_noticed(home: Home, tmp_path: Path) ->
         settings = settings_at(tmp_path, port, HOMELAB_HOST=address)
         message = router.run(lambda: unlock(settings, seconds=25))
     assert re.match("not_confirmed: .*connection was lost", message)
+    assert liar.received == [RIGHT]
+
+
+def test_an_unlock_survives_a_network_that_fails_for_two_seconds(
+    home: Home, tmp_path: Path
+) -> None:
+    """Just as the passphrase is sent, which TCP has to repeat several times."""
+    router, server, _ = home
+    liar = Liar([ASKS, reads, OPENED])
+    address = "192.168.77.20"
+    with contextlib.ExitStack() as stack:
+        serving = tcp_server(liar.serve, address)
+        port = server.run(lambda: stack.enter_context(serving))
+        settings = settings_at(tmp_path, port, HOMELAB_HOST=address)
+        starting = about_to_send(settings)
+        child = router.run(lambda: stack.enter_context(starting))
+        pool = stack.enter_context(ThreadPoolExecutor())
+        ip(f"-n {server.name} link set eth0 down")
+        result = pool.submit(child.finish)
+
+        def count_repeats() -> int:
+            """Return how often TCP has repeated what is not acknowledged."""
+            table = Path(f"/proc/{child.process.pid}/net/tcp").read_text()
+            found = re.findall(rf":{port:04X} 01 \S+ \S+ (\S+)", table)
+            return max((int(count, 16) for count in found), default=0)
+
+        wait_for(lambda: result.done() or count_repeats() > 2)
+        ip(f"-n {server.name} link set eth0 up")
+        assert result.result()["outcome"] == "unlocked"
     assert liar.received == [RIGHT]
 
 
