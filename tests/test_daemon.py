@@ -6,6 +6,7 @@ import signal
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from conftest import (
     MODULE,
     PASSPHRASE,
     PIN,
+    daemon,
     environment,
     need,
     need_root,
@@ -102,6 +104,31 @@ def test_only_a_complete_result_is_believed(
     assert (result.outcome.word, result.sent) == (outcome, SENT in printed)
     assert "status 1; see waker's log" in result.message
     assert "why\n" in capfd.readouterr().err  # the log
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_the_daemon_at_once(
+    machine: Machine, ending: signal.Signals
+) -> None:
+    """The first one lets an unlock finish, which may take a minute."""
+    default = "env", "--default-signal=INT"  # nohup would ignore it
+    settings = machine.ask("asks root; take; sleep 60").settings()
+    with daemon(settings, *default) as started, ThreadPoolExecutor() as pool:
+        client = started.client.log_in()
+        unlocking = pool.submit(client.unlock)
+        wait_for(machine.received)
+        process = started.process
+        assert process.stderr
+        process.send_signal(ending)
+        assert "stopping\n" in process.stderr
+        process.send_signal(ending)
+        try:
+            wait_for(lambda: process.poll() is not None, seconds=5)
+        finally:
+            machine.show()  # or the unlock would go on
+        assert isinstance(unlocking.exception(), ConnectionError)
+        assert process.returncode == -ending
+        assert process.stderr.read() == ""  # no traceback
 
 
 # ---- Commands ------------------------------------------------------------------------
