@@ -27,6 +27,9 @@ from homelab import Homelab
 import waker
 
 pytest_plugins = ["machine", "namespaces"]  # which have fixtures
+# The options and variables of the make that runs the tests are not for theirs.
+for variable in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "DESTDIR", "INIT", "PREFIX"):
+    os.environ.pop(variable, None)
 PROGRAM = str(Path(waker.__file__))
 CHECKOUT = Path(PROGRAM).parent
 # In CHECKOUT. A script, unlike a module, is compiled at every start.
