@@ -27,9 +27,15 @@ RESERVED: list[socket.socket] = []  # kept bound, so that no other program gets 
 
 
 def free_port() -> int:
-    """Reserve a port that refuses connections."""
-    RESERVED.append(bind("127.0.0.1", 0))
-    return int(RESERVED[-1].getsockname()[1])
+    """Reserve a port, which refuses connections at every address."""
+    is_dual = socket.has_dualstack_ipv6()
+    port = socket.socket(socket.AF_INET6 if is_dual else socket.AF_INET)
+    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # others may listen
+    if is_dual:
+        port.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    port.bind(("", 0))
+    RESERVED.append(port)
+    return int(port.getsockname()[1])
 
 
 def settings_at(
