@@ -468,9 +468,12 @@ def daemon(
     started = Daemon(process, Client(int(log[0].split()[-1])), log)
     try:
         yield started
-    finally:
-        if process.poll() is None:
-            assert started.stop() == 0, log
+    except BaseException:  # which is what the test should end with, and soon
+        process.kill()
+        process.wait()
+        raise
+    if process.poll() is None:
+        assert started.stop() == 0, log
 
 
 @pytest.fixture

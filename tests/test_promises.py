@@ -1180,7 +1180,8 @@ def test_a_second_request_waits_until_the_first_has_sent(machine: Machine) -> No
         client = started.client.log_in()
         client.start()
         wait_for(machine.received, lambda seen: seen == [RIGHT])
-        for answer in (client.start("x"), client.unlock("x")):
+        for ask in (client.start, client.unlock):
+            answer = ask("x")
             assert answer.status == 409
             assert answer.error
         machine.folder.joinpath("go").touch()
@@ -1390,8 +1391,11 @@ def test_a_log_that_nobody_reads_stops_nothing() -> None:
     with daemon(MACHINE) as started:
         client, log = started.client, started.process.stderr
         assert log
+        request = b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"x" * 900)
         for _ in range(90):  # lines of about 900 bytes; a pipe has 65,536
-            assert client.call("GET", f"/{'x' * 900}").status == 404
+            with knock(client, request) as tcp:
+                assert select.select([tcp], [], [], 20)[0], "it waits for its log"
+                assert answer_on(tcp).status == 404
         log.close()
         client.log_in()
         started.process.terminate()
@@ -1604,8 +1608,10 @@ def test_80_dripping_clients_of_one_address_do_not_delay_the_owner() -> None:
             held = len(many) - len(made_room)
             return len(handlers()) == held and started.busy(0.2) == 0
 
+        began = time.monotonic()
         wait_for(is_settled)
         while len(handlers()) < 64:  # a slow thread had two make room for one
+            assert time.monotonic() < began + 20, "clients make room, but stay"
             many.append(crowd.enter_context(knock(client, GET)))
             wait_for(is_settled)
         files = started.uses()[1]
