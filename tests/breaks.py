@@ -2,8 +2,8 @@
 
 `breaks.txt` has three lines for each break: a promise; a place with an expression there
 and what to put instead; and the tests that must fail then. A place is a class, function
-or constant of waker.py or, after `page`, of ui.html. White space, comments and commas
-before a bracket do not matter.
+or constant of waker.py or, after `page`, of ui.html; `card` is a Raspberry Pi's script.
+White space, comments and commas before a bracket do not matter.
 """
 
 import re
@@ -19,7 +19,12 @@ from typing import NamedTuple
 CHECKOUT = Path(__file__).resolve().parent.parent
 LEFT_OUT = shutil.ignore_patterns(".*", "dist", "__pycache__")
 AT_ONCE = 6  # because most tests mostly wait
-COMMENT = {"waker.py": r"\s+#.*", "ui.html": r"\s+//.*"}
+# Each with the form of its comments. A place without such a word is in waker.py.
+FILES = {
+    "page": ("ui.html", r"\s+//.*"),
+    "card": ("docs/raspberry-pi/vendor-data", r"\s+#.*"),
+}
+PROGRAM = "waker.py", r"\s+#.*"
 TOKEN = r"""(?P<kept>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\w+|[^\s,]|,(?!\s*[])}]))"""
 
 
@@ -76,14 +81,15 @@ def find_tokens(text: str, old: str, comment: str) -> slice:
 
 def apply(row: Break, checkout: Path) -> None:
     """Break the promise. Raises: Stale."""
-    place = row.place.removeprefix("page ")
-    file = "waker.py" if place == row.place else "ui.html"
+    word, _, rest = row.place.partition(" ")
+    file, comment = FILES.get(word, PROGRAM)
+    place = rest if word in FILES else row.place
     whole = checkout.joinpath(file).read_text()
     start, text = 0, whole
-    for depth, name in enumerate(place.split(".")):
+    for depth, name in enumerate(filter(None, place.split("."))):
         block = find_block(text, name, "    " * depth)
         start, text = start + block.start, text[block]
-    there = find_tokens(text, row.old, COMMENT[file])
+    there = find_tokens(text, row.old, comment)
     before, after = whole[: start + there.start], whole[start + there.stop :]
     checkout.joinpath(file).write_text(before + row.new + after)
 

@@ -1,0 +1,148 @@
+"""What a Raspberry Pi does with waker's SD card, without cloud-init and systemd.
+
+`make test-vm` has both, but takes minutes and tries less.
+"""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import MACHINE, PIN, make, need, need_root
+
+# These programs cannot run here, or take long. Each stub notes its call, and fails if a
+# file of that name says so.
+STUBS = "apt-get", "dpkg", "sleep", "sync", "systemctl"
+STUB = """#!/bin/sh
+cd "${0%/*}/.."
+echo "${0##*/}" "$@" >>calls
+test ! -e "no ${0##*/} $1"
+"""
+SETTINGS = "".join(f"{n}={v}\n" for n, v in (MACHINE | {"WAKER_PIN": PIN}).items())
+SECRETS = {"waker.env", "ssh_key", "ssh_key.pub"}
+FILES = {"waker", "waker.service"} | SECRETS
+REPORT = "report.txt"
+
+
+class Pi:
+    """The folders to which the script writes, and what it calls."""
+
+    def __init__(self, folder: Path) -> None:
+        need_root()
+        need("ssh-keygen")
+        make(folder / "checkout", "card")
+        self.folder = folder
+        for name in ("etc", "var/lib/cloud/scripts/per-boot", "usr/local/bin", "stubs"):
+            folder.joinpath(name).mkdir(parents=True)
+        for name in STUBS:
+            stub = folder / "stubs" / name
+            stub.write_text(STUB)
+            stub.chmod(0o755)
+        shutil.copytree(folder / "checkout/dist/card", folder / "boot/firmware")
+        self.card = folder / "boot/firmware/waker"
+        self.card.joinpath("waker.env").write_text(SETTINGS)
+        # At the first boot, cloud-init runs it before it looks for what runs at each.
+        assert self._run("/boot/firmware/vendor-data") == 0
+        assert self.on_card() == FILES
+
+    def _run(self, script: str) -> int:
+        folders = "boot", "etc", "usr/local", "var/lib"
+        mounts = [f"mount --bind {self.folder}/{each} /{each}" for each in folders]
+        path = f"PATH={self.folder}/stubs:/usr/sbin:/usr/bin:/sbin:/bin"
+        steps = " && ".join([*mounts, f"exec env {path} {script}"])
+        enter = [need("unshare"), "--mount", "sh", "-c", steps]
+        return subprocess.run(enter, cwd=self.folder, check=False).returncode
+
+    def boot(self) -> str:
+        """Return the report. Its words must fit the script's status."""
+        status = self._run("/var/lib/cloud/scripts/per-boot/waker")
+        report = self.card.joinpath(REPORT).read_text()
+        assert ("waker is installed." in report) == (status == 0), report
+        assert ("waker is not ready." in report) == (status != 0), report
+        return report
+
+    def on_card(self) -> set[str]:
+        return {path.name for path in self.card.iterdir()}
+
+    def installed(self) -> dict[str, tuple[int, bytes]]:
+        """Return modes and contents by name."""
+        files = [*self.folder.glob("etc/waker/*"), *self.folder.glob("usr/**/*")]
+        return {
+            path.name: (path.stat().st_mode & 0o777, path.read_bytes())
+            for path in files
+            if path.is_file()
+        }
+
+    def calls(self) -> list[str]:
+        """Return what has been called since the last time."""
+        calls = self.folder / "calls"
+        lines = calls.read_text().splitlines() if calls.exists() else []
+        calls.unlink(missing_ok=True)
+        return lines
+
+
+@pytest.fixture
+def pi(tmp_path: Path) -> Pi:
+    """A Raspberry Pi with a new card, whose settings are right."""
+    return Pi(tmp_path)
+
+
+RESTART = ["systemctl enable waker", "systemctl restart waker"]
+
+
+def test_a_card_is_installed_and_only_what_was_used_leaves_it(pi: Pi) -> None:
+    """Later, the card may have a new program alone."""
+    own = {name: pi.card.joinpath(name).read_bytes() for name in FILES}
+    pi.card.joinpath("notes.txt").touch()
+    pi.boot()
+    assert pi.on_card() == {REPORT, "notes.txt"}
+    modes = dict.fromkeys(SECRETS, 0o600) | {"waker": 0o755, "waker.service": 0o644}
+    assert pi.installed() == {name: (modes[name], own[name]) for name in FILES}
+    paramiko, *calls = pi.calls()[-5:]
+    assert re.fullmatch("apt-get .*install .*python3-paramiko", paramiko)
+    assert calls == ["sync", *RESTART, "sync"]
+    pi.boot()
+    assert pi.calls() == []
+    newer = own["waker"] + b"# newer\n"
+    pi.card.joinpath("waker").write_bytes(newer)
+    pi.boot()
+    assert pi.installed()["waker"] == (0o755, newer)
+    assert pi.installed()["waker.env"] == (0o600, own["waker.env"])
+    assert pi.on_card() == {REPORT, "notes.txt"}
+
+
+@pytest.mark.parametrize("call", ["apt-get -qq", *RESTART])
+def test_the_next_boot_tries_again_if_a_call_failed(pi: Pi, call: str) -> None:
+    """So the card must still have everything."""
+    fails = pi.folder / f"no {call.removesuffix(' waker')}"
+    fails.touch()
+    pi.boot()
+    assert pi.on_card() == FILES | {REPORT}
+    assert pi.calls()[-1].startswith(call)
+    fails.unlink()
+    pi.boot()
+    assert pi.calls()[-3:] == [*RESTART, "sync"]
+    assert pi.installed().keys() == FILES
+    assert pi.on_card() == {REPORT}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "report"),
+    [
+        ("waker", "#!/usr/bin/python3\n", "The file waker is damaged"),
+        ("waker.env", SETTINGS.replace(PIN, "short"), "WAKER_PIN must be"),
+    ],
+    ids=["program", "setting"],
+)
+def test_a_mistake_on_the_card_changes_nothing(
+    pi: Pi, name: str, text: str, report: str
+) -> None:
+    pi.boot()
+    before = pi.installed()
+    pi.calls()
+    pi.card.joinpath(name).write_text(text)
+    assert report in pi.boot()
+    assert pi.installed() == before
+    assert pi.on_card() == {REPORT, name}
+    assert pi.calls()[-1].startswith("apt-get")
