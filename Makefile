@@ -151,8 +151,8 @@ lint: $(VENV)/done ## run ruff, mypy and shellcheck
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy waker.py tests/*.py tests/vm/*.py
-	shellcheck docs/dracut/46initrd-ssh/cryptroot-unlock \
-		docs/dracut/46initrd-ssh/module-setup.sh
+	shellcheck server/dracut/46initrd-ssh/cryptroot-unlock \
+		server/dracut/46initrd-ssh/module-setup.sh
 	shellcheck --shell=dash waker.init docs/raspberry-pi/vendor-data tests/initrds/*.sh
 
 clean: ## remove what the other targets made

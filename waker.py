@@ -250,7 +250,7 @@ class Result(Exception):
 
 # ---- The initrd's words --------------------------------------------------------------
 # The command that unlocks, and what its output means. Debian's initrds have it; for
-# systemd initrds, docs/dracut has one of ours that uses the same words.
+# systemd initrds, server/dracut has one of ours that uses the same words.
 
 COMMAND: Final = "cryptroot-unlock"
 DISK: Final = r"([^\x00-\x20\x7f-\xa0]+)"  # its name, without spaces

@@ -26,7 +26,7 @@ from ssh_servers import (
 )
 from test_unlock import about_to_send
 
-SCRIPT = CHECKOUT / "docs/dracut/46initrd-ssh/cryptroot-unlock"
+SCRIPT = CHECKOUT / "server/dracut/46initrd-ssh/cryptroot-unlock"
 INITRDS = Path(__file__).with_name("initrds")
 PROMPTS = "/run/systemd/ask-password"
 HELPER = "/usr/lib/systemd/systemd-reply-password"

@@ -216,11 +216,11 @@ def with_initramfs_tools(guest: Guest, tree: Path) -> str:
 
 def with_dracut(guest: Guest, tree: Path) -> str:
     """Make the initrd as docs/initrds.md says for dracut; returns its host key."""
-    shutil.copytree(CHECKOUT / "docs/dracut", tree / "root/docs/dracut")
+    shutil.copytree(CHECKOUT / "server/dracut", tree / "root/server/dracut")
     (tree / "etc/initrd-ssh/host_key").unlink(missing_ok=True)
     forced = 'restrict,command="/usr/bin/cryptroot-unlock" '
     follow(tree, DRACUT[2], {} if guest.forced else {forced: ""})
-    shutil.rmtree(tree / "root/docs")
+    shutil.rmtree(tree / "root/server")
     write(tree / "etc/initrd-ssh/lan.network", LAN)
     write(
         tree / "etc/dracut.conf.d/guest.conf",
@@ -315,7 +315,7 @@ def ready() -> None:
     need_root()
     for program in ("cryptsetup", "mke2fs", "mmdebstrap", "qemu-system-x86_64"):
         need(program)
-    paths = [Path(__file__), *sorted(CHECKOUT.glob("docs/dracut/**/*"))]
+    paths = [Path(__file__), *sorted(CHECKOUT.glob("server/dracut/**/*"))]
     whole = b"".join(path.read_bytes() for path in paths if path.is_file())
     texts = (PASSPHRASE, DROPBEAR, *DRACUT)
     recipe = hashlib.sha256(whole + "".join(texts).encode()).hexdigest()

@@ -42,7 +42,7 @@ SLOW, SHELL, DIFFER = (
     pytest.mark.parametrize("machine", [name], indirect=True)
     for name in ("slow", "dracut-shell", "dracut-differ")
 )
-MODULE = CHECKOUT / "docs/dracut/46initrd-ssh/module-setup.sh"
+MODULE = CHECKOUT / "server/dracut/46initrd-ssh/module-setup.sh"
 
 
 @pytest.fixture
