@@ -54,7 +54,7 @@ dist/waker: always
 
 card: dist/waker ## make what a Raspberry Pi's SD card needs, dist/card
 	install -d -m 700 $(CARD)
-	install -m 755 docs/raspberry-pi/vendor-data dist/card
+	install -m 755 box/raspberry-pi/vendor-data dist/card
 	install -m 755 dist/waker $(CARD)
 	install -m 644 waker.service $(CARD)
 	test -e $(CARD)/waker.env || install -m 600 waker.env.example $(CARD)/waker.env
@@ -153,7 +153,7 @@ lint: $(VENV)/done ## run ruff, mypy and shellcheck
 	$(BIN)/mypy waker.py tests/*.py tests/vm/*.py
 	shellcheck server/dracut/46initrd-ssh/cryptroot-unlock \
 		server/dracut/46initrd-ssh/module-setup.sh
-	shellcheck --shell=dash waker.init docs/raspberry-pi/vendor-data tests/initrds/*.sh
+	shellcheck --shell=dash waker.init box/raspberry-pi/vendor-data tests/initrds/*.sh
 
 clean: ## remove what the other targets made
 	rm -rf .venv* .vm dist .hypothesis .mypy_cache .pytest_cache .ruff_cache \

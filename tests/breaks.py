@@ -22,7 +22,7 @@ AT_ONCE = 6  # because most tests mostly wait
 # Each with the form of its comments. A place without such a word is in waker.py.
 FILES = {
     "page": ("ui.html", r"\s+//.*"),
-    "card": ("docs/raspberry-pi/vendor-data", r"\s+#.*"),
+    "card": ("box/raspberry-pi/vendor-data", r"\s+#.*"),
 }
 PROGRAM = "waker.py", r"\s+#.*"
 TOKEN = r"""(?P<kept>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\w+|[^\s,]|,(?!\s*[])}]))"""

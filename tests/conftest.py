@@ -177,7 +177,7 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     for pattern in ("Makefile", "README.md", "ui.html", "waker.*"):
         for path in CHECKOUT.glob(pattern):
             shutil.copy(path, folder)
-    card = "docs/raspberry-pi"
+    card = "box/raspberry-pi"
     shutil.copytree(CHECKOUT / card, folder / card, dirs_exist_ok=True)
     command = [need("make"), "--silent", "-C", str(folder), *arguments]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
