@@ -290,7 +290,7 @@ class Event(enum.Enum):
     # Why there is no more output:
     ENDED = NEVER, Outcome.NOT_ASKED, NO_PROMPT
     LOST = NEVER, Outcome.NOT_ASKED, "the connection was lost before a disk asked"
-    NO_COMMAND = NEVER, Outcome.ERROR, "no unlock command can run: see docs/initrds.md"
+    NO_COMMAND = NEVER, Outcome.ERROR, "no unlock command can run: see docs/server.md"
 
     def __init__(
         self, pattern: str, outcome: Outcome = Outcome.ERROR, words: str = ""

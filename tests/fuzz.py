@@ -1,4 +1,4 @@
-"""The daemon against its description: requests that fit tests/openapi.yaml, or do not.
+"""The daemon against its description: requests that fit docs/openapi.yaml, or do not.
 
 schemathesis makes the requests and judges the answers, with all of its checks. It loads
 this file as well, for its hook.
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import schemathesis
-from conftest import daemon
+from conftest import CHECKOUT, daemon
 from machine import CLOSED, Machine
 
 HERE = Path(__file__).parent
@@ -63,7 +63,8 @@ def test_it_does_what_its_description_says(
         reader = threading.Thread(target=started.log.extend, args=arguments)
         reader.start()
         command = [sys.executable, "-m", "schemathesis.cli", "run", "--checks", "all"]
-        command += [f"{HERE}/openapi.yaml", "--url", f"http://127.0.0.1:{client.port}"]
+        command += [str(CHECKOUT / "docs/openapi.yaml")]
+        command += ["--url", f"http://127.0.0.1:{client.port}"]
         command += ["--seed", str(pytestconfig.getoption("--hypothesis-seed"))]
         command += ["--max-examples", os.environ["EXAMPLES"]]
         env = os.environ | {"PYTHONPATH": str(HERE), "TOKEN": client.token}

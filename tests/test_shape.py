@@ -34,6 +34,12 @@ def test_few_functions_touch_the_network_and_one_starts_processes() -> None:
     assert not users(r"write_(text|bytes)|open\([^)]*['\"][rb]*[wax+]|mkdir|unlink")
 
 
+def test_no_program_is_among_the_pages() -> None:
+    files = [path for path in CHECKOUT.glob("docs/**/*") if path.is_file()]
+    others = {path.name for path in files if path.suffix not in (".md", ".png")}
+    assert others == {"openapi.yaml"}
+
+
 def test_it_needs_only_paramiko_besides_python() -> None:
     imports = [n for n in ast.walk(TREE) if isinstance(n, ast.Import | ast.ImportFrom)]
     modules = {re.split("[ .]", ast.unparse(node))[1] for node in imports}
@@ -49,7 +55,7 @@ def test_an_old_python_is_reported_before_anything_else() -> None:
 
 def test_the_routes_are_those_that_are_described() -> None:
     routes = {(method, path): is_open for method, path, _, is_open in waker.ROUTES}
-    api = yaml.safe_load(CHECKOUT.joinpath("tests/openapi.yaml").read_text())
+    api = yaml.safe_load(CHECKOUT.joinpath("docs/openapi.yaml").read_text())
     described = {
         (method.upper(), path): "security" not in operation
         for path, operations in api["paths"].items()

@@ -122,7 +122,7 @@ class Liar(paramiko.ServerInterface):
 
 ASKS = "Please unlock disk root\n"
 OPENED = "cryptsetup: root set up successfully\n"
-NO_COMMAND = f"error: no unlock command can run: see docs/initrds.md. {UNSENT}"
+NO_COMMAND = f"error: no unlock command can run: see docs/server.md. {UNSENT}"
 
 
 def reads(channel: paramiko.Channel) -> bytes:

@@ -27,9 +27,9 @@ OTHER = "the passphrase of cryptdata"
 ADDRESS = "192.168.77.20"
 ROUTER = "192.168.77.1"
 
-# What README and docs/initrds.md say: the guests' initrds are made by these commands.
+# What README and docs/server.md say: the guests' initrds are made by these commands.
 DROPBEAR = blocks("README.md", "**3. Server")[1]
-DRACUT = blocks("docs/initrds.md", "## dracut")
+DRACUT = blocks("docs/server.md", "## dracut")
 
 # The kernel of Debian 13 crashes under the QEMU of Debian 12, so all run that of 12.
 # With busybox there, dracut may leave out bash, which is root's shell.
@@ -215,7 +215,7 @@ def with_initramfs_tools(guest: Guest, tree: Path) -> str:
 
 
 def with_dracut(guest: Guest, tree: Path) -> str:
-    """Make the initrd as docs/initrds.md says for dracut; returns its host key."""
+    """Make the initrd as docs/server.md says for dracut; returns its host key."""
     shutil.copytree(CHECKOUT / "server/dracut", tree / "root/server/dracut")
     (tree / "etc/initrd-ssh/host_key").unlink(missing_ok=True)
     forced = 'restrict,command="/usr/bin/cryptroot-unlock" '

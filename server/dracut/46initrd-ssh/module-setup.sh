@@ -1,6 +1,6 @@
 #!/bin/bash
 # A dracut module: OpenSSH in a systemd initrd, so that waker can unlock the disks.
-# docs/initrds.md shows how to use it. It needs these files in /etc/initrd-ssh, apart
+# docs/server.md shows how to use it. It needs these files in /etc/initrd-ssh, apart
 # from those of the installed system:
 #
 #   lan.network      network settings for systemd-networkd
