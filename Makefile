@@ -37,7 +37,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1	/p' Makefile | expand -t 20
 
 demo: $(VENV)/run ## try waker with a make-believe server; LISTEN=0.0.0.0:8080
-	@$(BIN)/python tests/homelab.py $(LISTEN)
+	@$(BIN)/python tests/support/homelab.py $(LISTEN)
 
 run: $(VENV)/run ## run the daemon, with settings from the environment or ENV_FILE=FILE
 	@$(BIN)/python waker.py $(if $(ENV_FILE),--env-file $(ENV_FILE))
@@ -117,10 +117,10 @@ test-browsers: $(VENV)/done .venv-qt6.5/done .venv-qt6.2/done ## test the page i
 
 fuzz: $(VENV)/done ## test with random requests and inputs; EXAMPLES=200, SEED=1
 	EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest $(PYTEST_ARGS) \
-		tests/properties.py tests/fuzz.py --hypothesis-seed $(SEED)
+		tests/load/properties.py tests/load/fuzz.py --hypothesis-seed $(SEED)
 
 siege: $(VENV)/done ## attack the daemon for 15 minutes, as root; ATTACK=heads
-	$(BIN)/python tests/siege.py 3 $(if $(ATTACK),"$(ATTACK)")
+	$(BIN)/python tests/load/siege.py 3 $(if $(ATTACK),"$(ATTACK)")
 
 breaks: $(VENV)/done ## break each promise: does a test notice? BREAK="some words"
 	$(AS_ROOT) tests/breaks.py $(BREAK)
@@ -136,7 +136,7 @@ test-paramiko: $(VENV)/done ## test what uses paramiko; PARAMIKO=2.12.0
 		tests/test_check.py tests/test_openwrt.py $(UNLOCKS)
 
 bench: $(VENV)/done dist/waker ## compare waker with an empty server and ssh, as root
-	$(BIN)/python tests/bench.py
+	$(BIN)/python tests/load/bench.py
 
 screenshots: $(VENV)/done ## take pictures of the page in every state
 	mkdir -p dist/screenshots docs/images
@@ -150,10 +150,10 @@ screenshots: $(VENV)/done ## take pictures of the page in every state
 lint: $(VENV)/done ## run ruff, mypy and shellcheck
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy waker.py tests/*.py tests/vm/*.py
+	$(BIN)/mypy waker.py tests
 	shellcheck server/dracut/46initrd-ssh/cryptroot-unlock \
 		server/dracut/46initrd-ssh/module-setup.sh
-	shellcheck --shell=dash waker.init box/raspberry-pi/vendor-data tests/initrds/*.sh
+	shellcheck --shell=dash waker.init box/raspberry-pi/vendor-data tests/support/initrds/*.sh
 
 clean: ## remove what the other targets made
 	rm -rf .venv* .vm dist .hypothesis .mypy_cache .pytest_cache .ruff_cache \
@@ -170,7 +170,7 @@ $(VENV)/done: tests/requirements.txt $(VENV)/run
 	touch $@
 
 # Old Chromiums, each in an environment of its own.
-.venv-qt%/done: tests/browsers/qt%.txt
+.venv-qt%/done: tests/support/browsers/qt%.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --disable-pip-version-check --no-deps -r $<
 	touch $@

@@ -27,7 +27,7 @@ from ssh_servers import (
 from test_unlock import about_to_send
 
 SCRIPT = CHECKOUT / "server/dracut/46initrd-ssh/cryptroot-unlock"
-INITRDS = Path(__file__).with_name("initrds")
+INITRDS = CHECKOUT / "tests/support/initrds"
 PROMPTS = "/run/systemd/ask-password"
 HELPER = "/usr/lib/systemd/systemd-reply-password"
 ROOT = {"root": "x"}

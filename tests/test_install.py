@@ -188,7 +188,7 @@ def test_the_demo_shows_its_secrets_and_enter_switches_its_server_off() -> None:
     where = f"0.0.0.0:{free_port()}"  # nobody else takes it before the demo does
     with (
         subprocess.Popen(
-            [sys.executable, str(CHECKOUT / "tests/homelab.py"), where],
+            [sys.executable, str(CHECKOUT / "tests/support/homelab.py"), where],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -218,6 +218,6 @@ def test_a_demo_that_cannot_listen_says_so() -> None:
 
 
 def test_the_demo_needs_paramiko_and_nothing_else() -> None:
-    lines = (CHECKOUT / "tests/homelab.py").read_text()
+    lines = (CHECKOUT / "tests/support/homelab.py").read_text()
     modules = set(re.findall(r"(?m)^ *(?:import|from) (\w+)", lines))
     assert modules - sys.stdlib_module_names == {"paramiko", "waker"}

@@ -27,7 +27,7 @@ import waker
 
 SOURCE = Path(waker.__file__).with_name("ui.html").read_text()
 CHROMIUM = "chromium", "chromium-browser", "google-chrome-stable", "google-chrome"
-FONTS = CHECKOUT / "tests/browsers/fonts.conf"
+FONTS = CHECKOUT / "tests/support/browsers/fonts.conf"
 # What the console shows if a request is refused or lost on purpose.
 EXPECTED = re.compile(r"Failed to load resource: (.* (40[019]|429|502) |net::ERR_)")
 expect.set_options(timeout=60_000)

@@ -4,7 +4,7 @@ Each attack is made on daemons of its own under the usual limit of 1,024 descrip
 whose stderr is a pipe that nobody reads. For ten seconds the owner, without a login,
 asks for the page ten times a second. docs/load.md says what the attacker does.
 
-    python3 tests/siege.py [TIMES [PART-OF-A-NAME ...]]
+    python3 tests/load/siege.py [TIMES [PART-OF-A-NAME ...]]
 """
 
 import asyncio

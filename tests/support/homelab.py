@@ -21,7 +21,7 @@ from threading import Event, Thread
 import paramiko
 from paramiko import common
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import waker
 
 paramiko.util.get_logger("paramiko").setLevel("CRITICAL")  # it logs every hang-up

@@ -21,7 +21,7 @@ from conftest import CHECKOUT, need, wait_for
 from ssh_servers import free_port
 from websockets.sync.client import ClientConnection, connect
 
-WINDOWS = CHECKOUT / "tests/browsers"
+WINDOWS = CHECKOUT / "tests/support/browsers"
 # As WebDriver names them.
 KEYS = {"Enter": "\ue007", "Tab": "\ue004"}
 

@@ -3,7 +3,7 @@
 They take turns in each round. docs/load.md explains the figures. Times begin with the
 start of the process; MB are its resident set. ApacheBench asks for 8 pages at a time.
 
-    python3 tests/bench.py [ROUNDS]
+    python3 tests/load/bench.py [ROUNDS]
 """
 
 import contextlib
@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
 from conftest import CHECKOUT, MACHINE, PASSPHRASE, PIN, daemon, environment, need
 from machine import Machine
 

@@ -18,7 +18,6 @@ import schemathesis
 from conftest import CHECKOUT, daemon
 from machine import CLOSED, Machine
 
-HERE = Path(__file__).parent
 SETTINGS = {
     "PIN": "choose-your-own",  # the description's, so that some requests log in
     "TRUSTED_PROXY": "127.0.0.1",
@@ -67,7 +66,7 @@ def test_it_does_what_its_description_says(
         command += ["--url", f"http://127.0.0.1:{client.port}"]
         command += ["--seed", str(pytestconfig.getoption("--hypothesis-seed"))]
         command += ["--max-examples", os.environ["EXAMPLES"]]
-        env = os.environ | {"PYTHONPATH": str(HERE), "TOKEN": client.token}
+        env = os.environ | {"PYTHONPATH": ":".join(sys.path), "TOKEN": client.token}
         subprocess.run(command, cwd=tmp_path, env=env, check=True)
         client.status()  # the token is alive, so what is behind it was tested
         started.process.terminate()
