@@ -7,14 +7,8 @@ VENV := .venv$(PARAMIKO)
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --disable-pip-version-check
 PYTEST_ARGS ?=
-# Some tests need root. For an ordinary user, all run as root in namespaces, if the system
-# allows that. Chromium would be offline there without the cable, which leads nowhere.
-NAMESPACES := unshare --user --map-root-user --mount --net
-ENTER := $(NAMESPACES) sh -ec 'ip link set lo up; mount -t tmpfs none /run; \
-	ip link add cable type veth peer other; ip address add 192.0.2.1/24 dev cable; \
-	ip link set cable up; ip link set other up; exec "$$@"' sh
-PROBE = $(shell test $$(id -u) = 0 || ! $(NAMESPACES) ip link set lo up 2>&1 || echo yes)
-AS_ROOT = $(if $(filter yes,$(PROBE)),$(ENTER) )$(BIN)/python
+# Some tests need root, which an ordinary user may be in namespaces.
+AS_ROOT := tests/enter $(BIN)/python
 # More than there are processors, because most tests mostly wait.
 PARALLEL := --numprocesses 10 --dist loadgroup
 UNLOCKS := $(addprefix tests/test_promises.py::test_, only_the_initrds_own_words_decide \
@@ -151,7 +145,7 @@ lint: $(VENV)/done ## run ruff, mypy and shellcheck
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy waker.py tests
-	shellcheck server/dracut/46initrd-ssh/cryptroot-unlock \
+	shellcheck tests/enter server/dracut/46initrd-ssh/cryptroot-unlock \
 		server/dracut/46initrd-ssh/module-setup.sh
 	shellcheck --shell=dash waker.init box/raspberry-pi/vendor-data tests/support/initrds/*.sh
 
