@@ -177,8 +177,9 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     for pattern in ("Makefile", "README.md", "ui.html", "waker.*"):
         for path in CHECKOUT.glob(pattern):
             shutil.copy(path, folder)
-    card = "box/raspberry-pi"
-    shutil.copytree(CHECKOUT / card, folder / card, dirs_exist_ok=True)
+    shutil.copytree(CHECKOUT / "box", folder / "box", dirs_exist_ok=True)
+    folder.joinpath("tests").mkdir(exist_ok=True)
+    shutil.copy(CHECKOUT / "tests/targets.mk", folder / "tests")
     command = [need("make"), "--silent", "-C", str(folder), *arguments]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
 

@@ -1,0 +1,73 @@
+# To change waker and to test it. Makefile includes this; `make help` lists the targets.
+
+# Tests start hundreds of processes, which should not compile everything again.
+export PYTHONDONTWRITEBYTECODE :=
+# Some need root, which an ordinary user may be in namespaces.
+PYTEST := tests/enter $(BIN)/python -m pytest $(PYTEST_ARGS)
+# More than there are processors, because most tests mostly wait.
+ALL := --numprocesses 10 --dist loadgroup
+FEW := --numprocesses 9 --maxschedchunk 1
+UNLOCKS := only_the_initrds_own_words_decide each_outcome_reaches_the_client_and_the_status
+
+test: $(VENV)/done ## run all tests, or T=tests/test_watch.py, or T='-k broadcast'
+	$(PYTEST) $(if $(T),$(FEW) $(T),$(ALL))
+
+test-browsers: $(VENV)/done .venv-qt6.5/done .venv-qt6.2/done ## test the page in other engines
+	$(PYTEST) --numprocesses 3 --maxschedchunk 1 -m browsers \
+		tests/test_browsers.py tests/test_page.py
+
+test-vm: $(VENV)/done ## unlock encrypted servers in QEMU, as root
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --numprocesses 2 --maxschedchunk 1 tests/vm
+
+test-unstable: $(VENV)/done ## unlock today's Debian unstable in QEMU, as root
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/vm/unstable.py
+
+test-paramiko: $(VENV)/done ## test what uses paramiko; PARAMIKO=2.12.0
+	$(PYTEST) $(ALL) tests/test_unlock.py tests/test_check.py tests/test_openwrt.py \
+		$(addprefix tests/test_promises.py::test_,$(UNLOCKS))
+
+fuzz: $(VENV)/done ## test with random requests and inputs; EXAMPLES=200, SEED=1
+	EXAMPLES=$(or $(EXAMPLES),200) $(BIN)/python -m pytest $(PYTEST_ARGS) \
+		tests/load/properties.py tests/load/fuzz.py --hypothesis-seed $(or $(SEED),1)
+
+siege: $(VENV)/done ## attack the daemon for 15 minutes, as root; ATTACK=heads
+	$(BIN)/python tests/load/siege.py 3 $(if $(ATTACK),"$(ATTACK)")
+
+bench: $(VENV)/done dist ## compare waker with an empty server and ssh, as root
+	$(BIN)/python tests/load/bench.py
+
+breaks: $(VENV)/done ## break each promise: does a test notice? BREAK="some words"
+	tests/enter $(BIN)/python tests/breaks.py $(BREAK)
+
+screenshots: $(VENV)/done ## take pictures of the page in every state
+	mkdir -p dist/screenshots docs/images
+	$(PYTEST) --numprocesses 3 -k every_state --screenshots dist/screenshots \
+		tests/test_page.py
+	cp "dist/screenshots/PIN, light.png" docs/images/sign-in.png
+	cp "dist/screenshots/off, light.png" docs/images/off.png
+	cp "dist/screenshots/starting, light.png" docs/images/starting.png
+	cp "dist/screenshots/up, light.png" docs/images/up.png
+
+lint: $(VENV)/done ## run ruff, mypy and shellcheck
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy waker.py tests
+	shellcheck tests/enter $(addprefix server/dracut/46initrd-ssh/,\
+		cryptroot-unlock module-setup.sh)
+	shellcheck --shell=dash waker.init box/raspberry-pi/vendor-data \
+		tests/support/initrds/*.sh
+
+clean: ## remove what the other targets made
+	rm -rf .venv* .vm dist .hypothesis .*_cache
+	find . -name __pycache__ -prune -exec rm -r {} +
+
+# Another ten times as big, to test it.
+$(VENV)/done: tests/requirements.txt $(VENV)/run
+	$(PIP) -r $<
+	touch $@
+
+# Old Chromiums, each in an environment of its own.
+.venv-qt%/done: tests/support/browsers/qt%.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --disable-pip-version-check --no-deps -r $<
+	touch $@
