@@ -15,6 +15,9 @@ UNITS := $(DESTDIR)$(PREFIX)/lib/systemd/system
 CONFIG := $(DESTDIR)/etc/waker
 KEY := $(CONFIG)/ssh_key
 CARD := dist/card/waker
+# The Python that runs the program compiles it, unless that is another computer's.
+PACK := $(or $(wildcard /usr/bin/python3),$(PYTHON)) -IS box/pack.py \
+	$(if $(DESTDIR)$(filter procd,$(INIT)),--source)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1	/p' $(MAKEFILE_LIST) | expand -t 20
@@ -25,19 +28,15 @@ demo: $(VENV)/run ## try waker with a make-believe server; LISTEN=0.0.0.0:8080
 run: $(VENV)/run ## run the daemon, with settings from the environment or ENV_FILE=FILE
 	@$(BIN)/python waker.py $(if $(ENV_FILE),--env-file $(ENV_FILE))
 
-dist: ## build the one file to install, dist/waker
+dist: ## build the one file to install, dist/waker; INIT=procd for OpenWrt
 	mkdir -p dist
-	! grep '"""' ui.html # would end the string too early
-	sed '/^PAGE: Final = r"""$$/r ui.html' waker.py > dist/waker.part
-	grep -q '^</html>$$' dist/waker.part
-	chmod 755 dist/waker.part
-	mv -f dist/waker.part dist/waker
+	$(PACK) . dist/waker
 
 card: dist ## make what a Raspberry Pi's SD card needs, dist/card
 	install -d -m 700 $(CARD)
 	install -m 755 box/raspberry-pi/vendor-data dist/card
 	install -m 755 dist/waker $(CARD)
-	install -m 644 waker.service $(CARD)
+	install -m 644 waker.service box/pack.py $(CARD)
 	test -e $(CARD)/waker.env || install -m 600 waker.env.example $(CARD)/waker.env
 	test -e $(CARD)/ssh_key || ssh-keygen -q -t ed25519 -N "" -C waker -f $(CARD)/ssh_key
 	@echo; echo "dist/card is ready. Your server needs this public key:"
@@ -62,7 +61,8 @@ ifeq ($(DESTDIR),)
 endif
 
 install-program: dist
-	install -D -m 755 dist/waker "$(PROGRAM)"
+	install -D -m 755 dist/waker "$(PROGRAM).new"
+	mv -f "$(PROGRAM).new" "$(PROGRAM)" # a running waker starts it at every unlock
 
 install-systemd: install-program
 	sed 's|/usr/local/bin|$(PREFIX)/bin|' waker.service > dist/waker.service

@@ -56,6 +56,7 @@ from ipaddress import IPv4Address
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NewType, TypeVar, cast
+from zipimport import zipimporter
 
 if TYPE_CHECKING:  # imported only where needed, to save memory; paramiko takes 20 MB
     import io
@@ -1369,11 +1370,6 @@ def parse_body(request: Request, name: str, parse: Callable[[str], T]) -> T:
         raise Fault(400, f"The body must be {form}") from None
 
 
-# `make dist` puts ui.html here. Otherwise it is beside this file.
-PAGE: Final = r"""
-"""
-
-
 class Page:
     """The page and the icon for iPhones, as they are sent."""
 
@@ -1381,7 +1377,10 @@ class Page:
         """Load them. Raises: ConfigError."""
         path = Path(__file__).resolve().with_name("ui.html")
         try:
-            source = PAGE[1:].encode() or path.read_bytes()
+            if path.parent.is_dir():
+                source = path.read_bytes()
+            else:  # both are in the archive that `make dist` makes
+                source = zipimporter(str(path.parent)).get_data(path.name)
         except OSError as error:
             raise ConfigError(f"the page {path}: {error.strerror}") from None
         icon = re.search(rb"png;base64,([\w+/=]+)", source)

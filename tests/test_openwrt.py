@@ -23,7 +23,8 @@ def test_the_one_file_and_the_documented_packages_are_enough(
     page = CHECKOUT.joinpath("docs/openwrt.md").read_text()
     assert "    opkg update && opkg install python3-paramiko\n" in page
     assert "    apk update && apk add python3-paramiko python3-six\n" in page
-    make(tmp_path, "dist")
+    assert "    make dist INIT=procd\n" in page
+    make(tmp_path, "dist", "INIT=procd")
     link = tmp_path / "link"
     link.symlink_to("dist/waker")
     blocker = f"import sys\nsys.modules.update(dict.fromkeys({BLOCKED.split()}))\n"

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import MACHINE, PIN, make, need, need_root
+from conftest import CHECKOUT, MACHINE, PIN, make, need, need_root
 
 # These programs cannot run here, or take long. Each stub notes its call, and fails if a
 # file of that name says so.
@@ -21,7 +21,8 @@ test ! -e "no ${0##*/} $1"
 """
 SETTINGS = "".join(f"{n}={v}\n" for n, v in (MACHINE | {"WAKER_PIN": PIN}).items())
 SECRETS = {"waker.env", "ssh_key", "ssh_key.pub"}
-FILES = {"waker", "waker.service"} | SECRETS
+INSTALLED = {"waker", "waker.service"} | SECRETS
+FILES = INSTALLED | {"pack.py"}
 REPORT = "report.txt"
 
 
@@ -98,18 +99,24 @@ def test_a_card_is_installed_and_only_what_was_used_leaves_it(pi: Pi) -> None:
     pi.boot()
     assert pi.on_card() == {REPORT, "notes.txt"}
     modes = dict.fromkeys(SECRETS, 0o600) | {"waker": 0o755, "waker.service": 0o644}
-    assert pi.installed() == {name: (modes[name], own[name]) for name in FILES}
+    assert pi.installed() == {name: (modes[name], own[name]) for name in INSTALLED}
     paramiko, *calls = pi.calls()[-5:]
     assert re.fullmatch("apt-get .*install .*python3-paramiko", paramiko)
     assert calls == ["sync", *RESTART, "sync"]
     pi.boot()
     assert pi.calls() == []
-    newer = own["waker"] + b"# newer\n"
-    pi.card.joinpath("waker").write_bytes(newer)
-    pi.boot()
-    assert pi.installed()["waker"] == (0o755, newer)
-    assert pi.installed()["waker.env"] == (0o600, own["waker.env"])
-    assert pi.on_card() == {REPORT, "notes.txt"}
+    # Without its packer, a new program stays as it is; with it, it is compiled there.
+    command = ["/usr/bin/python3", "-IS", f"{CHECKOUT}/box/pack.py", "--source"]
+    for extra in ([], ["pack.py"]):
+        subprocess.run([*command, CHECKOUT, f"{pi.card}/waker"], check=True)
+        newer = pi.card.joinpath("waker").read_bytes()
+        for name in extra:
+            pi.card.joinpath(name).write_bytes(own[name])
+        pi.boot()
+        expected = own["waker"] if extra else newer
+        assert pi.installed()["waker"] == (0o755, expected)
+        assert pi.installed()["waker.env"] == (0o600, own["waker.env"])
+        assert pi.on_card() == {REPORT, "notes.txt"}
 
 
 @pytest.mark.parametrize("call", ["apt-get -qq", *RESTART])
@@ -123,7 +130,7 @@ def test_the_next_boot_tries_again_if_a_call_failed(pi: Pi, call: str) -> None:
     fails.unlink()
     pi.boot()
     assert pi.calls()[-3:] == [*RESTART, "sync"]
-    assert pi.installed().keys() == FILES
+    assert pi.installed().keys() == INSTALLED
     assert pi.on_card() == {REPORT}
 
 

@@ -13,6 +13,11 @@ from test_box import LISTENS, Box, check_all_steps, new_machine
 CARD = "/boot/firmware/waker"
 # What cloud-init does at each further boot.
 AGAIN = "cloud-init single --name scripts_per_boot --frequency always"
+IS_COMPILED = """
+import importlib.util, zipfile
+code = zipfile.ZipFile("/usr/local/bin/waker").read("waker.pyc")
+print(code.startswith(importlib.util.MAGIC_NUMBER))
+"""
 # As Raspberry Pi Imager leaves it there.
 IMAGER = {
     "meta-data": "dsmode: local\ninstance_id: rpios-image\n",
@@ -56,6 +61,9 @@ def test_a_card_is_all_that_a_raspberry_pi_needs(tmp_path: Path) -> None:
             box.run(AGAIN)
             box.wait(LISTENS)
             check_all_steps(Owner(Client(8080, host=ADDRESS), router))
+
+            # Its own Python, which is newer than the one here, has compiled it.
+            assert box.run(f"python3 -c '{IS_COMPILED}'") == "True\n"
 
             # The settings and the key are root's alone now, and the card has neither.
             assert box.run(f"ls {CARD}") == "report.txt\n"
