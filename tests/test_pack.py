@@ -128,6 +128,23 @@ def test_it_works_from_a_read_only_file_system(
     assert "root can log in" in shown
 
 
+def test_an_upgrade_does_not_disturb_a_daemon_that_runs(
+    machine: Machine, program: Path, tmp_path: Path
+) -> None:
+    """In the new archive, everything has another place."""
+    newer = tmp_path / "newer"
+    newer.mkdir()
+    for name in NAMES[:2]:
+        newer.joinpath(name).write_bytes((CHECKOUT / name).read_bytes() + b"\n" * 999)
+    command = (sys.executable, str(program))
+    with daemon(machine.ask().settings(), program=command) as started:
+        client = started.client.log_in()
+        page = client.call("GET", "/").body
+        pack(newer, program)
+        assert client.unlock().json["message"] == "Unlocked: root."
+        assert client.call("GET", "/").body == page
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
