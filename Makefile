@@ -72,8 +72,15 @@ install-procd: install-program
 	sed 's|/usr/bin|$(PREFIX)/bin|' waker.init > dist/waker.init
 	install -D -m 755 dist/waker.init "$(DESTDIR)/etc/init.d/waker"
 
+install-notify: ## send messages to your phone when the server waits and is up; PREFIX=
+	@box/notify/install "$(PREFIX)"
+
 uninstall: ## remove the service, but not its settings and keys; PREFIX=, DESTDIR=
 	rm -f "$(PROGRAM)" "$(UNITS)/waker.service" "$(DESTDIR)/etc/init.d/waker"
+	@test -n "$(DESTDIR)" -o ! -e "$(UNITS)/waker-notify.timer" || \
+		systemctl disable --quiet --now waker-notify.timer
+	rm -rf "$(PROGRAM)-notify" "$(UNITS)"/waker-notify.* "$(CONFIG)/notify_url" \
+		"$(DESTDIR)/var/lib/private/waker-notify" "$(DESTDIR)/var/lib/waker-notify"
 	@for prefix in /usr/local /usr; do \
 		! test -e "$(DESTDIR)$$prefix/bin/waker" || \
 		echo "$(DESTDIR)$$prefix/bin/waker is still there. To remove it:" \

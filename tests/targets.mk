@@ -55,7 +55,7 @@ lint: $(VENV)/done ## run ruff, mypy and shellcheck
 	shellcheck tests/enter $(addprefix server/dracut/46initrd-ssh/,\
 		cryptroot-unlock module-setup.sh)
 	shellcheck --shell=dash waker.init box/raspberry-pi/vendor-data \
-		tests/support/initrds/*.sh box/notify/notify
+		tests/support/initrds/*.sh box/notify/install box/notify/notify
 
 clean: ## remove what the other targets made
 	rm -rf .venv* .vm dist .hypothesis .*_cache

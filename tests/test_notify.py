@@ -1,10 +1,12 @@
-"""The messages to a phone: when they are sent, and where they go.
+"""The messages to a phone: when they are sent, and how they are set up and removed.
 
 The script runs as on a box, with the real `waker state`. Its phone is an HTTP server.
 """
 
 import contextlib
 import os
+import pty
+import re
 import secrets
 import subprocess
 import sys
@@ -351,3 +353,256 @@ def test_the_service_is_hardened() -> None:
         [*command, unit], capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stdout[-300:]
+
+
+# ---- make install-notify -------------------------------------------------------------
+
+# systemctl, without a systemd: it prints what it is asked, and starts the service.
+SYSTEMCTL = """\
+#!/bin/sh
+echo "systemctl $*"
+[ "$*" = "start waker-notify.service" ] || exit 0
+export STATE_DIRECTORY=/var/lib/private/waker-notify
+mkdir -p $STATE_DIRECTORY
+unit=$(find /usr/local -path '*/lib/systemd/system/waker-notify.service')
+exec $(sed -n 's|%d|/etc/waker|g; s/^ExecStart=//p' $unit)
+"""
+MAKE = f"make --silent -C {CHECKOUT}"
+INSTALL = f"{MAKE} install-notify INIT=systemd"
+REFUSED = f"if {INSTALL}; then exit 9; fi"
+# Prints all that an installation may change.
+LIST = "find $layers/*/upper -printf '%P %y %m %s %T@ %i\\n' | sort"
+
+
+@dataclass
+class Root:
+    """A mount namespace in which `make install` has run, with a folder of its own."""
+
+    box: Box
+
+    def run(self, script: str, stdin: int | str = "") -> tuple[int, str]:
+        """Run a script; returns its status and what it printed.
+
+        What changes in /etc, /usr/local and /var/lib goes away with the namespace.
+        """
+        enter = f"""
+            layers={self.box.folder}/layers
+            mkdir -p $layers; mount -t tmpfs none $layers
+            for folder in /etc /usr/local /var/lib; do
+                layer=$layers/${{folder##*/}}; mkdir -p $layer/upper $layer/work
+                mount -t overlay none $folder \
+                    -o lowerdir=$folder,upperdir=$layer/upper,workdir=$layer/work
+            done
+            rm -rf /etc/waker; mkdir -m 700 /etc/waker; mkdir -p /usr/local/bin
+            cp {self.box.settings} /etc/waker
+            cp {self.box.waker} {self.box.folder}/systemctl /usr/local/bin
+            export PATH=/usr/local/bin:$PATH
+            {script}"""
+        self.box.folder.joinpath("systemctl").write_text(SYSTEMCTL)
+        self.box.folder.joinpath("systemctl").chmod(0o755)
+        given = {"input": stdin} if isinstance(stdin, str) else {"stdin": stdin}
+        ended = subprocess.run(
+            [need("unshare"), "--mount", "sh", "-ec", enter],
+            env=self.box.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=120,
+            **given,
+        )
+        return ended.returncode, ended.stdout
+
+
+@pytest.fixture
+def root(box: Box) -> Root:
+    need_root()
+    need("make")
+    return Root(box)
+
+
+STARTED = """\
+systemctl daemon-reload
+Sending a message to your phone.
+systemctl start waker-notify.service
+systemctl enable --quiet --now waker-notify.timer
+"""
+
+
+def test_install_sends_a_message_and_starts_the_timer(root: Root, phone: Phone) -> None:
+    status, printed = root.run(INSTALL, phone.url)  # without a line's end
+    assert (status, phone.messages) == (0, [hello("off")])
+    assert STARTED in printed
+    assert phone.topic not in printed
+
+
+def test_install_puts_each_file_in_its_place_and_uninstall_removes_it(
+    root: Root, phone: Phone
+) -> None:
+    units = "/usr/local/lib/systemd/system/waker-notify"
+    modes = {
+        "/etc/waker/notify_url": "600 0:0",
+        "/usr/local/bin/waker-notify": "755 0:0",
+        f"{units}.service": "644 0:0",
+        f"{units}.timer": "644 0:0",
+    }
+    script = f"""
+        umask 077
+        {LIST} >before
+        {INSTALL} >/dev/null
+        stat -c '%n %a %u:%g' {" ".join(modes)}
+        cat /etc/waker/notify_url
+        {MAKE} uninstall DESTDIR=/nowhere
+        echo ---
+        {MAKE} uninstall INIT=systemd
+        echo ---
+        find /etc/waker /usr/local/bin/waker* /usr/local/lib/systemd/system/waker* \
+            /var/lib/*waker* /var/lib/private/waker* || true"""
+    status, printed = root.run(f"cd $layers; {script}", f"{phone.url}\n")
+    assert status == 0, printed
+    installed, removed, left = printed.split("---\n")
+    for name, mode in modes.items():
+        assert f"{name} {mode}\n" in installed
+    assert f"\n{phone.url}\n" in installed
+    assert "systemctl" not in installed
+    assert removed.startswith("systemctl disable --quiet --now waker-notify.timer\n")
+    found = re.findall("(?m)^/.*", left)
+    assert found == ["/etc/waker", "/etc/waker/waker.env"]
+
+
+def test_install_replaces_an_address(root: Root, phone: Phone) -> None:
+    """The old file may have any mode. The old timer is stopped first."""
+    script = f"""
+        echo https://ntfy.sh/old >/etc/waker/notify_url
+        chmod 644 /etc/waker/notify_url
+        {INSTALL}
+        echo ---
+        echo {phone.url}/new | {INSTALL}
+        stat -c %a /etc/waker/notify_url
+        ls /etc/waker"""
+    status, printed = root.run(script, phone.url)
+    assert status == 0, printed
+    first, again = printed.split("---\n")
+    assert "disable" not in first
+    assert again.startswith(
+        "systemctl disable --quiet --now waker-notify.timer\n"
+        "systemctl stop waker-notify.service\n"
+    )
+    assert STARTED in again
+    assert again.endswith("600\nnotify_url\nwaker.env\n")
+    assert phone.paths == [phone.topic, f"{phone.topic}/new"]
+    assert phone.messages == [hello("off")] * 2
+
+
+def test_install_uses_the_prefix(root: Root, phone: Phone) -> None:
+    script = f"""
+        mkdir -p /usr/local/else/bin
+        cp /usr/local/bin/waker /usr/local/else/bin
+        {INSTALL} PREFIX=/usr/local/else
+        cat /usr/local/else/lib/systemd/system/waker-notify.service"""
+    status, printed = root.run(script, phone.url)
+    assert (status, phone.messages) == (0, [hello("off")])
+    assert "\nExecStart=/usr/local/else/bin/waker-notify %d/" in printed
+    assert "\nEnvironment=PATH=/usr/local/else/bin:/usr/bin:/bin\n" in printed
+
+
+def test_install_asks_on_a_terminal_and_suggests_a_random_topic(
+    root: Root, phone: Phone
+) -> None:
+    ours, theirs = pty.openpty()
+    os.write(ours, f"{phone.url}\n".encode() * 2)
+    try:
+        status, printed = root.run(f"{INSTALL}; {INSTALL}", theirs)
+    finally:
+        os.close(theirs)
+        os.close(ours)
+    assert (status, phone.messages) == (0, [hello("off")] * 2)
+    assert len({*re.findall(r"https://ntfy\.sh/[0-9a-f]{16}\b", printed)}) == 2
+
+
+@pytest.mark.parametrize("failure", ["the phone's server fails", "no network"])
+def test_install_fails_if_the_first_message_cannot_be_sent(
+    failure: str, root: Root, phone: Phone
+) -> None:
+    if failure == "no network":
+        root.box.show("unknown")
+    else:
+        phone.status = 500
+    status, printed = root.run(INSTALL, phone.url)
+    assert status
+    assert "could not be sent" in printed
+    assert "journalctl -u waker-notify\n" in printed
+    assert "systemctl enable" not in printed
+    assert phone.topic not in printed
+
+
+OLD = "/etc/systemd/system/waker-notify"
+REMEDIES = {
+    "no curl": ("hide curl", "sudo apt install curl"),
+    "no systemd": ("rm /usr/local/bin/systemctl; hide systemctl", "needs systemd"),
+    "no waker": ("rm /usr/local/bin/waker", "sudo make install"),
+    "no settings": ("rm /etc/waker/waker.env", "sudo make install"),
+    "old service": (f"touch {OLD}.service", f"sudo rm -f {OLD}.service {OLD}.timer"),
+    "old timer": (f"ln -s /x {OLD}.timer", "disable --now waker-notify.timer"),
+}
+HIDE = """hide() {
+    ! file=$(command -v $1) || mount --bind /dev/null "$(readlink -f "$file")"
+}"""
+
+
+@pytest.mark.parametrize(("missing", "remedy"), REMEDIES.values(), ids=REMEDIES)
+def test_install_names_what_is_missing_and_changes_nothing(
+    missing: str, remedy: str, root: Root, phone: Phone
+) -> None:
+    script = f"{HIDE}; mkdir -p /etc/systemd/system; {missing}; before=$({LIST})"
+    script += f'\n{REFUSED}\n[ "$({LIST})" = "$before" ]'
+    status, printed = root.run(script, phone.url)
+    assert status == 0, printed
+    assert remedy in printed
+    assert "systemctl " not in printed.replace("    sudo systemctl", "")
+    assert not phone.messages
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "topic",
+        "ntfy.sh/topic",
+        "ftp://ntfy.sh/topic",
+        "https://ntfy.sh",
+        "https://ntfy.sh/",
+        "https://ntfy.sh?topic/x",
+        "https://ntfy.sh#topic/x",
+        "https:///topic",
+        "https://:80/topic",
+        "https://ntfy.sh/two words",
+        "https://ntfy.sh/a\tb",
+        "https://ntfy.sh/\x1b[31m",
+        "https://ntfy.sh/topic\r",
+        "https://ntfy.sh/ä",
+        "https://ntfy.sh/a\\b",
+        'https://ntfy.sh/a"b',
+        "https://ntfy.sh/a'b",
+    ],
+)
+def test_install_refuses_what_is_not_an_address_and_changes_nothing(
+    address: str, root: Root
+) -> None:
+    script = f'before=$({LIST})\n{REFUSED}\n[ "$({LIST})" = "$before" ]'
+    status, printed = root.run(script, f"{address}\nhttps://ntfy.sh/second-line\n")
+    assert status == 0, printed
+    assert "https://ntfy.sh/YOUR-SECRET-TOPIC" in printed
+    assert "systemctl" not in printed
+    assert not address or f"{address}\n" not in printed
+
+
+@pytest.mark.parametrize(
+    "address", ["http://[::1]:{}/topic", "http://me:secret@127.0.0.1:{}/a/b?c=$d#e"]
+)
+def test_install_keeps_an_address_as_it_is(address: str, root: Root) -> None:
+    """Nothing answers there."""
+    given = address.format(free_port())
+    status, printed = root.run(f"{REFUSED}; cat /etc/waker/notify_url", given)
+    assert status == 0
+    assert printed.endswith(f"\n{given}\n")
