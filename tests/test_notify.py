@@ -132,8 +132,9 @@ class Box:
         return environment(ours | {"HOME": str(self.folder)})
 
     def command(self) -> list[str]:
-        shell = need(*self.shell.split()[:1]), *self.shell.split()[1:]
-        return [*shell, f"{NOTIFY}/notify", str(self.settings), str(self.url)]
+        shell, *applet = self.shell.split()
+        files = f"{NOTIFY}/notify", str(self.settings), str(self.url)
+        return [need(shell), *applet, *files]
 
     def check(self) -> subprocess.CompletedProcess[str]:
         """Do what the timer does every minute."""

@@ -37,7 +37,7 @@ PACKAGES = {
     "bookworm": "cryptsetup-initramfs dropbear-initramfs linux-image-cloud-amd64",
     "trixie": f"busybox cryptsetup {DRACUT[1].split(' install ')[1].strip()}",
 }
-COMMON = "iproute2 kmod openssh-server systemd-sysv udev zstd"
+COMMON = "curl iproute2 kmod openssh-server systemd-sysv udev zstd"
 # All that a guest has; with every driver there is, an initrd would take far longer.
 DRIVERS = "dm_crypt ext4 virtio_blk virtio_net virtio_pci"
 LAN = DRACUT[3].replace("192.168.1.20", ADDRESS).replace("192.168.1.1", ROUTER)

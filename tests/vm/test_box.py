@@ -11,11 +11,22 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from computer import PATIENCE, Computer, Owner, computer_of
-from conftest import PASSPHRASE, PIN, Client, blocks, daemon, make, need, wait_for
+from computer import MAGIC, PATIENCE, Computer, Owner, computer_of
+from conftest import (
+    CHECKOUT,
+    PASSPHRASE,
+    PIN,
+    Client,
+    blocks,
+    daemon,
+    make,
+    need,
+    wait_for,
+)
 from guests import ADDRESS, BOXES, BUILD, PACKAGES, ROUTER, ready
 from homelab import Homelab
 from namespaces import hosts
+from test_notify import UP, WAITING, Phone, hello
 
 LISTENS = "ss -lnt | grep -q :8080"  # with Type=exec, a service is active before that
 
@@ -34,6 +45,12 @@ class Box:
         """Wait until a command succeeds."""
         ssh = self.computer.ssh
         wait_for(lambda: ssh(command), lambda done: done.returncode == 0, PATIENCE)
+
+    def send(self, folder: Path, to: str) -> None:
+        """Copy what is in a folder."""
+        pack = [need("tar"), "-C", str(folder), "-c", "."]
+        packed = subprocess.run(pack, check=True, capture_output=True).stdout
+        self.run(f"mkdir -p {to}; tar -C {to} --no-overwrite-dir -x", packed)
 
     def write(self, path: str, content: str) -> None:
         self.run(f"cat > {path} && chmod 600 {path}", content.encode())
@@ -81,13 +98,12 @@ def check_all_steps(owner: Owner) -> str:
 def box(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Box]:
     """A box on which waker is installed as by a package."""
     make(tmp_path / "checkout", "install", "DESTDIR=stage", "INIT=systemd")
-    pack = [need("tar"), "-C", str(tmp_path / "checkout/stage"), "-c", "."]
-    packed = subprocess.run(pack, check=True, capture_output=True).stdout
     with computer_of(request.param, tmp_path) as computer:
         computer.switch_on()
         box = Box(computer)
         box.wait("true")
-        box.run("tar -C / --no-overwrite-dir -x; systemctl daemon-reload", packed)
+        box.send(tmp_path / "checkout/stage", "/")
+        box.run("systemctl daemon-reload")
         yield box
 
 
@@ -163,6 +179,56 @@ def test_waker_is_a_sandboxed_systemd_service(
     assert box.show("NRestarts") == "0"
     router.run(owner.client.log_in)
     owner.wait_for("up")
+
+
+def test_messages_about_the_server_arrive_on_a_phone(
+    box: Box, machine: Homelab
+) -> None:
+    router = box.computer.router
+    settings = machine.settings() | {"WAKER_PIN": PIN}
+    del settings["WAKER_SSH_KEY"]
+    box.settle(settings)
+    box.write("/etc/waker/ssh_key", machine.ssh_key.read_text())
+    box.send(CHECKOUT / "box/notify", "/root/notify")
+    box.run(f"echo {ROUTER} phone >>/etc/hosts")  # curl looks up its name
+    install, log = "/root/notify/install /usr/local", "journalctl -qu waker-notify"
+    with router.run(partial(Phone, ROUTER)).listening() as phone:
+        url = f"{phone.url.replace(ROUTER, 'phone')}\n".encode()
+
+        # A failure is loud, and says where the reason is.
+        phone.status = 500
+        failed = box.computer.ssh(install, url)
+        assert (failed.returncode, phone.messages) == (1, [])
+        assert b"sudo journalctl -u waker-notify\n" in failed.stderr
+        lines = box.run(f"journalctl --sync; {log} --output=cat").splitlines()
+        assert lines[0] == "curl: (22) The requested URL returned error: 500"
+        assert not any(line.startswith(("Starting", "Finished")) for line in lines)
+        assert box.computer.ssh("systemctl is-active waker-notify.timer").returncode
+
+        # Then each message is sent once, by the timer, and without a line in the log.
+        phone.status = 200
+        since = box.run("date +%s.%N").strip()
+        box.run(install, url)
+        assert phone.messages == [hello("off")]
+        assert box.run("stat -c '%a %U' /etc/waker/notify_url") == "600 root\n"
+        box.run("systemctl is-enabled waker-notify.timer")
+        with router.run(lambda: socket.socket(type=socket.SOCK_DGRAM)) as udp:
+            udp.sendto(MAGIC, (ROUTER, 9))
+        wait_for(lambda: phone.messages[1:], bool, PATIENCE)
+        assert box.run("systemctl is-active waker-notify.timer") == "active\n"
+        box.run("waker unlock", PASSPHRASE.encode())
+        wait_for(lambda: phone.messages[2:], bool, PATIENCE)
+        box.run("systemctl start waker-notify")
+        assert phone.messages == [hello("off"), WAITING, UP]
+        assert box.run(f"journalctl --sync; {log} --since=@{since} --output=cat") == ""
+
+        # Only the file has the address.
+        box.run(f"grep -q {phone.topic} /etc/waker/notify_url")
+        shown = box.run(
+            "systemctl show waker-notify.service waker-notify.timer;"
+            " journalctl -q --output=json; cat /usr/local/lib/systemd/system/*"
+        )
+        assert phone.topic.strip("/") not in shown
 
 
 @pytest.mark.parametrize("suite", PACKAGES)
