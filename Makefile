@@ -76,9 +76,9 @@ install-notify: ## send messages to your phone when the server waits and is up; 
 	@box/notify/install "$(PREFIX)"
 
 uninstall: ## remove the service, but not its settings and keys; PREFIX=, DESTDIR=
-	rm -f "$(PROGRAM)" "$(UNITS)/waker.service" "$(DESTDIR)/etc/init.d/waker"
 	@test -n "$(DESTDIR)" -o ! -e "$(UNITS)/waker-notify.timer" || \
 		systemctl disable --quiet --now waker-notify.timer
+	rm -f "$(PROGRAM)" "$(UNITS)/waker.service" "$(DESTDIR)/etc/init.d/waker"
 	rm -rf "$(PROGRAM)-notify" "$(UNITS)"/waker-notify.* "$(CONFIG)/notify_url" \
 		"$(DESTDIR)/var/lib/private/waker-notify" "$(DESTDIR)/var/lib/waker-notify"
 	@for prefix in /usr/local /usr; do \

@@ -1,17 +1,13 @@
 """What readers copy from README and docs: run as it is written there."""
 
-import functools
 import re
 import subprocess
-import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import CHECKOUT, MACHINE, PASSPHRASE, PIN, blocks, daemon, need
-from machine import CLOSED, OPEN, Machine
+from machine import Machine
 
 import waker
 
@@ -114,44 +110,6 @@ def test_home_assistant_wakes_and_shows_the_state(machine: Machine) -> None:
     assert config.keys() == {"rest_command", "script waker", "template waker"}
     (script,) = config["script waker"]
     assert yaml.safe_load(card)["entity"] == f"script.{script}"
-
-
-def test_the_timer_sends_one_message_when_the_server_waits(
-    machine: Machine, tmp_path: Path
-) -> None:
-    need("curl")
-    script, service, timer, *_ = blocks(INTEGRATIONS, "## Get a message")
-    units = {"it.service": service, "it.timer": timer}
-    for name, unit in units.items():
-        path = tmp_path / name
-        path.write_text(unit.replace("/usr/local/bin/waker-notify", need("true")))
-    verify = [need("systemd-analyze"), "verify", "--recursive-errors=no", *units]
-    assert not subprocess.check_output(verify, cwd=tmp_path, stderr=subprocess.STDOUT)
-    messages: list[str] = []
-
-    class Ntfy(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            messages.append(self.path)
-            self.send_response(200 if len(messages) > 1 else 503)  # refuses the first
-            self.end_headers()
-
-    # The unit does not hand over the key: there is none.
-    lines = [f"{name}={value}\n" for name, value in machine.settings().items()]
-    tmp_path.joinpath("waker.env").write_text("".join(lines))
-    variables = dict(re.findall("Environment=(.*)=(.*)", service))
-    variables["RUNTIME_DIRECTORY"] = "."
-    script = f'waker() {{ {sys.executable} {waker.__file__} "$@"; }}\n{script}'
-    with HTTPServer(("127.0.0.1", 0), Ntfy) as ntfy:
-        threading.Thread(target=ntfy.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{ntfy.server_port}/topic"
-        command = ["sh", "-c", script, "waker-notify", "waker.env", url]
-        run = functools.partial(subprocess.call, command, cwd=tmp_path, env=variables)
-        machine.show(OPEN, CLOSED)
-        assert (run(), run(), run()) == (22, 0, 0)  # curl's status, and then success
-        machine.show(CLOSED, OPEN)
-        assert (run(), messages) == (0, ["/topic"] * 2)
-        ntfy.shutdown()
-    assert not tmp_path.joinpath("told").exists()  # so it sends one the next time
 
 
 def test_fail2ban_finds_who_guesses_pins_and_nobody_else(tmp_path: Path) -> None:
