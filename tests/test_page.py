@@ -581,21 +581,22 @@ def test_polls_are_rare_while_nothing_happens(phone: Phone) -> None:
     """Every 3 s, and every 10 s once the server is up, but often after a tap."""
     phone.stop_clock().tell("off").open().give_pin().sees("off").type_passphrase()
 
-    def polled_after(seconds: float) -> None:
+    def polled_within(seconds: int) -> int:
+        """Count the polls, each of which has a second of that time for its answer."""
         count = phone.count("status")
-        phone.wait(seconds - 0.5).is_current()
-        assert phone.count("status") == count
-        with phone.page.expect_response("**/api/status"):
-            phone.wait(1)
+        for _ in range(seconds):
+            phone.wait(1).has_no_poll_under_way()
+        return phone.count("status") - count
 
-    phone.look().wait(61)
+    phone.wait(61)
     for state, seconds in (("off", 3), ("up", 10)):
         phone.show(state)
-        polled_after(seconds)
+        # On a busy computer, the page may see an answer a second later.
+        assert 7 <= polled_within(10 * seconds) <= 11
     assert phone.passphrase() == ""
     phone.answer("wol", 200, {"message": ""}).show("off").press("Wake only")
     phone.reads("was sent")
-    polled_after(1)
+    assert 15 <= polled_within(30) <= 31
 
 
 def test_a_hidden_page_sends_no_requests_and_hides_what_is_shown(

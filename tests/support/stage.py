@@ -46,6 +46,7 @@ class Phone:
     client: Client
     console: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)  # requests, answered or given up
     held: list[Route] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
@@ -53,6 +54,8 @@ class Phone:
         self.page.on("console", lambda message: self.console.append(message.text))
         self.page.on("pageerror", lambda error: self.console.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
+        for event in ("requestfinished", "requestfailed"):
+            self.page.on(event, lambda request: self.ended.append(request.url))
 
     def open(self, host: str = "127.0.0.1") -> "Phone":
         self.page.goto(f"http://{host}:{self.client.port}/")
@@ -108,6 +111,13 @@ class Phone:
     def is_current(self) -> "Phone":
         """Assert that what is shown is not marked as old."""
         expect(self.page.locator("[data-old]")).to_have_count(0)
+        return self
+
+    def has_no_poll_under_way(self) -> "Phone":
+        """Wait until each has been answered or given up."""
+        url = self.page.url + "api/status"
+        while self.ended.count(url) < self.requests.count(url):
+            self.page.wait_for_timeout(1)  # ms
         return self
 
     def marks(self, count: int) -> "Phone":
