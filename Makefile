@@ -1,4 +1,4 @@
-# To install waker and to try it. What changes and tests it is in tests/targets.mk.
+# To install waker and to try it. Targets for developers are in tests/targets.mk.
 
 PYTHON ?= python3
 PARAMIKO ?=
@@ -9,13 +9,14 @@ INIT ?= $(if $(wildcard /etc/rc.common),procd,systemd)
 $(if $(filter systemd procd,$(INIT)),,$(error INIT must be systemd or procd))
 PREFIX ?= $(if $(filter procd,$(INIT)),/usr,/usr/local)
 $(if $(filter /%,$(PREFIX)),,$(error PREFIX must begin with /))
+$(if $(word 2,$(PREFIX)),$(error PREFIX must not contain spaces))
 DESTDIR ?=
 PROGRAM := $(DESTDIR)$(PREFIX)/bin/waker
 UNITS := $(DESTDIR)$(PREFIX)/lib/systemd/system
 CONFIG := $(DESTDIR)/etc/waker
 KEY := $(CONFIG)/ssh_key
 CARD := dist/card/waker
-# The Python that runs the program compiles it, unless that is another computer's.
+# The Python that will run the program compiles it, unless it is on another computer.
 PACK := $(or $(wildcard /usr/bin/python3),$(PYTHON)) -IS box/pack.py \
 	$(if $(DESTDIR)$(filter procd,$(INIT)),--source)
 
@@ -73,14 +74,16 @@ install-procd: install-program
 	install -D -m 755 dist/waker.init "$(DESTDIR)/etc/init.d/waker"
 
 install-notify: ## send messages to your phone when the server waits and is up; PREFIX=
+	$(if $(DESTDIR),$(error install-notify starts a service here: leave out DESTDIR))
 	@box/notify/install "$(PREFIX)"
 
 uninstall: ## remove the service, but not its settings and keys; PREFIX=, DESTDIR=
-	@test -n "$(DESTDIR)" -o ! -e "$(UNITS)/waker-notify.timer" || \
-		systemctl disable --quiet --now waker-notify.timer
+	@if test -e "$(UNITS)/waker-notify.timer"; then \
+		test -n "$(DESTDIR)" || systemctl disable --quiet --now waker-notify.timer; \
+		rm -rf "$(PROGRAM)-notify" "$(UNITS)"/waker-notify.* "$(CONFIG)"/notify_url* \
+			"$(DESTDIR)/var/lib/private/waker-notify" "$(DESTDIR)/var/lib/waker-notify"; \
+	fi
 	rm -f "$(PROGRAM)" "$(UNITS)/waker.service" "$(DESTDIR)/etc/init.d/waker"
-	rm -rf "$(PROGRAM)-notify" "$(UNITS)"/waker-notify.* "$(CONFIG)/notify_url" \
-		"$(DESTDIR)/var/lib/private/waker-notify" "$(DESTDIR)/var/lib/waker-notify"
 	@for prefix in /usr/local /usr; do \
 		! test -e "$(DESTDIR)$$prefix/bin/waker" || \
 		echo "$(DESTDIR)$$prefix/bin/waker is still there. To remove it:" \

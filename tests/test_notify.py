@@ -27,6 +27,8 @@ UP = "The server is up."
 PORTS = {
     "off": (SILENT, SILENT),
     "booting": (CLOSED, CLOSED),
+    "up-lost": (CLOSED, SILENT),  # one packet was lost, which looks like booting
+    "locked-lost": (SILENT, CLOSED),
     "locked": (OPEN, CLOSED),
     "up": (CLOSED, OPEN),
 }
@@ -168,6 +170,10 @@ CHECKS = {
     "one check gets no answer": "up=hello off up off up",
     "two checks get no answer": "up=hello off off up=up",
     "one check gets no answer while it waits": "locked=waits off locked",
+    "one packet is lost": "up=hello up-lost up off up",
+    "one packet is lost while it waits": "locked=waits locked-lost locked",
+    "its SSH server restarts": "up=hello booting up",
+    "its SSH server has stopped": "up=hello booting booting up=up",
     "two checks get no answer while it waits": "locked=waits off off locked=waits",
     "the power fails briefly": "up=hello off locked=waits off up=up",
     "it restarts": "up=hello off booting locked=waits booting up=up",
@@ -253,7 +259,7 @@ def test_a_full_disk_repeats_no_message(box: Box, phone: Phone) -> None:
         mount -t tmpfs -o size=4k none "$STATE_DIRECTORY"
         echo up >"$STATE_DIRECTORY/last"
         for n in 1 2 3; do "$@" && exit 1; done
-        mount -o remount,size=64k "$STATE_DIRECTORY"
+        mount -o remount,size=64k none "$STATE_DIRECTORY"
         "$@"
         "$@" """
     enter = [need("unshare"), "--mount", "sh", "-ec", script, "sh", *box.command()]
@@ -372,7 +378,8 @@ MAKE = f"make --silent -C {CHECKOUT}"
 INSTALL = f"{MAKE} install-notify INIT=systemd"
 REFUSED = f"if {INSTALL}; then exit 9; fi"
 # Prints all that an installation may change.
-LIST = "find $layers/*/upper -printf '%P %y %m %s %T@ %i\\n' | sort"
+OWN = "/etc/waker /etc/systemd/system /var/lib/private"  # only the test's files
+LIST = f"find $layers/*/upper {OWN} -printf '%p %y %m %s %T@ %i\\n' | sort"
 
 
 @dataclass
@@ -389,12 +396,14 @@ class Root:
         enter = f"""
             layers={self.box.folder}/layers
             mkdir -p $layers; mount -t tmpfs none $layers
-            for folder in /etc /usr/local /var/lib; do
-                layer=$layers/${{folder##*/}}; mkdir -p $layer/upper $layer/work
+            for folder in /etc /usr/local /usr/local/bin /usr/local/lib /var/lib; do
+                layer=$layers/$(echo $folder | tr / -)
+                mkdir -p $folder $layer/upper $layer/work
                 mount -t overlay none $folder \
                     -o lowerdir=$folder,upperdir=$layer/upper,workdir=$layer/work
             done
-            rm -rf /etc/waker; mkdir -m 700 /etc/waker; mkdir -p /usr/local/bin
+            mkdir -p {OWN}
+            for folder in {OWN}; do mount -t tmpfs -o mode=700 none $folder; done
             cp {self.box.settings} /etc/waker
             cp {self.box.waker} {self.box.folder}/systemctl /usr/local/bin
             export PATH=/usr/local/bin:$PATH
@@ -472,13 +481,14 @@ def test_install_puts_each_file_in_its_place_and_uninstall_removes_it(
 
 
 def test_install_replaces_an_address(root: Root, phone: Phone) -> None:
-    """The old file may have any mode. The old timer is stopped first."""
+    """Or keeps it. The old file may have any mode. The old timer is stopped first."""
     script = f"""
         echo https://ntfy.sh/old >/etc/waker/notify_url
         chmod 644 /etc/waker/notify_url
         {INSTALL}
         echo ---
         echo {phone.url}/new | {INSTALL}
+        echo | {INSTALL} >/dev/null
         stat -c %a /etc/waker/notify_url
         ls /etc/waker"""
     status, printed = root.run(script, phone.url)
@@ -491,8 +501,8 @@ def test_install_replaces_an_address(root: Root, phone: Phone) -> None:
     )
     assert STARTED in again
     assert again.endswith("600\nnotify_url\nwaker.env\n")
-    assert phone.paths == [phone.topic, f"{phone.topic}/new"]
-    assert phone.messages == [hello("off")] * 2
+    assert phone.paths == [phone.topic, f"{phone.topic}/new", f"{phone.topic}/new"]
+    assert phone.messages == [hello("off")] * 3
 
 
 def test_install_uses_the_prefix(root: Root, phone: Phone) -> None:
@@ -511,13 +521,15 @@ def test_install_asks_on_a_terminal_and_suggests_a_random_topic(
     root: Root, phone: Phone
 ) -> None:
     ours, theirs = pty.openpty()
-    os.write(ours, f"{phone.url}\n".encode() * 2)
+    os.write(ours, f"{phone.url}\n".encode() * 3)
+    again = f"{INSTALL}; rm /etc/waker/notify_url; {INSTALL}"
     try:
-        status, printed = root.run(f"{INSTALL}; {INSTALL}", theirs)
+        status, printed = root.run(f"{INSTALL}; {again}", theirs)
     finally:
         os.close(theirs)
         os.close(ours)
-    assert (status, phone.messages) == (0, [hello("off")] * 2)
+    assert (status, phone.messages) == (0, [hello("off")] * 3)
+    assert printed.count("only Enter to keep the one you have") == 1
     assert len({*re.findall(r"https://ntfy\.sh/[0-9a-f]{16}\b", printed)}) == 2
 
 
