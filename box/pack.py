@@ -2,10 +2,10 @@
 
     python3 -IS box/pack.py [--source] FROM TO
 
-FROM is a folder with both, or a program that was packed before. TO has them as they
-are, and waker.py as compiled by this Python, so that it starts at once. Every other
-Python takes the source. With --source, there is nothing else. The same files and the
-same Python make the same bytes: compare them with `cmp`.
+FROM is a folder with both, or a program that was packed before. TO contains both, and
+waker.py compiled by this Python, so that it starts at once. Other Pythons use the
+source. --source leaves the compiled code out. The same files and the same Python make
+the same bytes, which you can compare with `cmp`.
 """
 
 import argparse
@@ -33,8 +33,8 @@ def compile_code(source: bytes) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "waker.py")
         file.write_bytes(source)
-        # Python would compare a time stamp in local time, and take the source wherever
-        # the time zone is another.
+        # Without a time stamp, which Python would compare in local time: in any other
+        # time zone, it would use the source.
         mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
         compiled = f"{file}c"
         py_compile.compile(
