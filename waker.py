@@ -113,6 +113,10 @@ class Passphrase:
         if not 1 <= len(self.data) <= 512 or re.search(r"[\x00-\x1f\x7f-\x9f]", text):
             raise ValueError
 
+    def hide(self, text: str, limit: int = 200) -> str:
+        """Shorten the initrd's text, and hide it if it contains the passphrase."""
+        return "(hidden)" if self.data.decode() in text else text[:limit]
+
 
 def fingerprint(blob: bytes) -> str:
     """Format a public key's fingerprint as OpenSSH does."""
@@ -233,20 +237,26 @@ OUTCOMES: Final = {outcome.word: outcome for outcome in Outcome}
 IMPLY_SENT: Final = Outcome.UNLOCKED, Outcome.WRONG_PASSPHRASE, Outcome.NOT_CONFIRMED
 
 
-class Result(Exception):
-    """How an unlock or a start ended. Raised where it ends early."""
+class Result(NamedTuple):
+    """How an unlock or a start ended."""
 
+    outcome: Outcome
+    message: str
+    sent: bool  # whether the passphrase may have been sent
     hint: str | None = None  # advice, if there is any
 
-    def __init__(
-        self, outcome: Outcome, words: str = "", *, sent: bool = False
-    ) -> None:
-        super().__init__(outcome.sentence + words)
-        self.outcome = outcome
-        self.sent = sent  # whether the passphrase may have been sent
-        self.message = f"{self}."
-        if outcome not in IMPLY_SENT:
-            self.message += " The passphrase was sent." if sent else f" {UNSENT}"
+
+def conclude(
+    outcome: Outcome, words: str = "", *, sent: bool = False, hint: str | None = None
+) -> Result:
+    message = f"{outcome.sentence}{words}."
+    if outcome not in IMPLY_SENT:
+        message += " The passphrase was sent." if sent else f" {UNSENT}"
+    return Result(outcome, message, sent, hint)
+
+
+class UnlockError(Exception):
+    """An unlock ended before it sent anything: an outcome, and words that follow it."""
 
 
 # ---- The initrd's words --------------------------------------------------------------
@@ -255,9 +265,7 @@ class Result(Exception):
 
 COMMAND: Final = "cryptroot-unlock"
 DISK: Final = r"([^\x00-\x20\x7f-\xa0]+)"  # its name, without spaces
-NEVER: Final = "(?!)"  # a pattern that matches nothing
 NOT_READY: Final = "the initrd is not ready yet; try again in a few seconds"
-NO_PROMPT: Final = "logged in, but no disk asked; try again in a few seconds"
 MAY_GIVE_UP: Final = (
     "Be careful: after another wrong passphrase, systemd may give up until you restart"
     " the server (unless crypttab has tries=0)."
@@ -268,37 +276,40 @@ OLD_SCRIPT_FIX: Final = (
 )
 
 
-class Event(enum.Enum):
-    """What the initrd says, or why it says no more.
+class Line(enum.Enum):
+    """What a line of the initrd's output says: a pattern to search it for.
 
-    A pattern to search each line of output for; the first match wins. A group names the
-    disk, or an error. Then, how the event ends an unlock that has sent nothing yet.
+    The first match wins. A group names the disk, or an error.
     Source: cryptsetup-initramfs 2.6.1 to 2.8.8; the lines with COMMAND are ours.
     """
 
     ASKS = rf"Please unlock disk {DISK}"
-    # Before it asks, these follow what somebody else typed, and end nothing.
     OPENED = rf"cryptsetup: {DISK} set up successfully"
     REJECTED = "bad password or options|maximum number of tries"
     WARNED = f"^{COMMAND}: systemd may give up after another wrong"
-    # These end it:
-    GAVE_UP = f"^{COMMAND}: gave up on ", Outcome.GAVE_UP
-    ALL_OPEN = f"^{COMMAND}: every disk is open$", Outcome.ALREADY_OPEN
-    BOOTED = f"^{COMMAND}: the system has booted$", Outcome.UP
-    TOO_EARLY = "waiting for askpass|Try again later", Outcome.NOT_ASKED, NOT_READY
-    REPORTED = f"^{COMMAND}: (.+)", Outcome.ERROR, "the initrd reports: "
-    OLD_SCRIPT = "^waker:", Outcome.ERROR, OLD_SCRIPT_FIX
-    # Why there is no more output:
-    ENDED = NEVER, Outcome.NOT_ASKED, NO_PROMPT
-    LOST = NEVER, Outcome.NOT_ASKED, "the connection was lost before a disk asked"
-    NO_COMMAND = NEVER, Outcome.ERROR, "no unlock command can run: see docs/server.md"
+    GAVE_UP = f"^{COMMAND}: gave up on "
+    ALL_OPEN = f"^{COMMAND}: every disk is open$"
+    BOOTED = f"^{COMMAND}: the system has booted$"
+    TOO_EARLY = "waiting for askpass|Try again later"
+    REPORTED = f"^{COMMAND}: (.+)"
+    OLD_SCRIPT = "^waker:"
 
-    def __init__(
-        self, pattern: str, outcome: Outcome = Outcome.ERROR, words: str = ""
-    ) -> None:
-        self.pattern = pattern
-        self.outcome = outcome
-        self.words = words
+
+Ending = tuple[Outcome, str]  # with words that follow the outcome's sentence
+# What ends an unlock that has sent nothing. Other lines end nothing: somebody else may
+# have answered.
+UNSENT_ENDINGS: Final[Mapping[Line, Ending]] = {
+    Line.GAVE_UP: (Outcome.GAVE_UP, ""),
+    Line.ALL_OPEN: (Outcome.ALREADY_OPEN, ""),
+    Line.BOOTED: (Outcome.UP, ""),
+    Line.TOO_EARLY: (Outcome.NOT_ASKED, NOT_READY),
+    Line.REPORTED: (Outcome.ERROR, "the initrd reports: "),
+    Line.OLD_SCRIPT: (Outcome.ERROR, OLD_SCRIPT_FIX),
+}
+LOST: Final = Outcome.NOT_ASKED, "the connection was lost before a disk asked"
+NO_PROMPT: Final = Outcome.NOT_ASKED, "no disk asked; try again in a few seconds"
+NO_COMMAND: Final = Outcome.ERROR, "no unlock command can run: see docs/server.md"
+BY_STATUS: Final = {0: (Outcome.ALREADY_OPEN, ""), 126: NO_COMMAND, 127: NO_COMMAND}
 
 
 # ---- Log -----------------------------------------------------------------------------
@@ -349,18 +360,15 @@ def find_source(config: Config, *, on_link: bool = False) -> str:
 
 
 def wake(config: Config) -> str:
-    """Send the magic packet and return a success message. Raises: Fault 500."""
+    """Send the magic packet and return a success message. Raises: OSError."""
     # Source: AMD publication 20213, Magic Packet Technology
     packet = b"\xff" * 6 + config.mac * 16
-    try:
-        source = find_source(config)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-            udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
-            udp.bind((source, 0))
-            for _ in range(3):  # UDP loses some
-                udp.sendto(packet, (str(config.broadcast), config.packet_port))
-    except OSError as error:
-        raise Fault(500, f"Failed to send WOL packet: {error.strerror}") from None
+    source = find_source(config)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+        udp.bind((source, 0))
+        for _ in range(3):  # UDP loses some
+            udp.sendto(packet, (str(config.broadcast), config.packet_port))
     return f"Magic packet sent to {config.mac.hex(':')} from {source}"
 
 
@@ -474,9 +482,9 @@ END_SECONDS: Final = 3  # for a command to end after its verdict
 UNLOCK_SECONDS: Final = 90  # room for a slow key derivation on a slow machine
 MAX_LINE: Final = 65536  # bytes of output; no initrd writes a longer line
 MAX_DISKS: Final = 16  # disks to answer; a lying server could keep asking
-SENT_REPORT: Final = '{"sent": true}'  # printed before the passphrase is sent
+SENT_REPORT: Final = b'{"sent": true}'  # printed before the passphrase is sent
 NOT_PINNED: Final = "no host key is pinned; run waker check while the initrd waits"
-PEER_ERRORS: Final = Exception  # paramiko re-raises whatever ended its thread
+ANY_ERROR: Final = Exception  # paramiko re-raises whatever ended its thread
 
 
 def explain_no_paramiko() -> str:
@@ -492,19 +500,22 @@ def explain_no_paramiko() -> str:
 
 
 def open_transport(config: Config, until: float) -> "Transport":
-    """Connect until then (monotonic s); offer no SHA-1, MD5 or CBC. Raises: Result."""
+    """Connect until then (monotonic s); offer no SHA-1, MD5 or CBC.
+
+    Raises: UnlockError
+    """
     try:
         import paramiko
 
         paramiko.util.get_logger("paramiko").setLevel("CRITICAL")  # it logs tracebacks
     except (ImportError, AttributeError):  # a newer cryptography has removed something
-        raise Result(Outcome.ERROR, explain_no_paramiko()) from None
+        raise UnlockError(Outcome.ERROR, explain_no_paramiko()) from None
     try:
         tcp = open_tcp(config.host, config.initrd_port, CONNECT_SECONDS)
     except OSError as error:
         detail = f"port {config.initrd_port} of {config.host} cannot be reached"
         reason = error.strerror or "no answer"
-        raise Result(Outcome.NOT_ASKED, f"{detail}: {reason}") from None
+        raise UnlockError(Outcome.NOT_ASKED, f"{detail}: {reason}") from None
     # Send small packets at once, and notice a machine that has lost its power.
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -532,25 +543,27 @@ def open_transport(config: Config, until: float) -> "Transport":
 
 
 def verify(transport: "Transport", config: Config) -> None:
-    """Exchange keys; check that the host key is pinned. Raises: Result."""
+    """Exchange keys; check that the host key is pinned. Raises: UnlockError."""
     try:
         transport.start_client()
         key = transport.get_remote_server_key()
-    except PEER_ERRORS:
+    except ANY_ERROR:
         detail = "the SSH server hung up, stopped responding, or shares no algorithm"
-        raise Result(Outcome.NOT_ASKED, f"{detail} with paramiko") from None
+        raise UnlockError(Outcome.NOT_ASKED, f"{detail} with paramiko") from None
     is_shared = config.initrd_port == config.system_port
     if is_shared and "dropbear" not in transport.remote_version:
-        raise Result(Outcome.UP)
+        raise UnlockError(Outcome.UP)
     seen = fingerprint(key.asbytes())
     if not config.host_keys:
         detail = f"the host key {seen} is not pinned. If it is your server's, set"
         detail += f" WAKER_SSH_HOST_KEY={key.get_name()} {key.get_base64()}"
-        raise Result(Outcome.ERROR, detail)
+        raise UnlockError(Outcome.ERROR, detail)
     if key.asbytes() not in config.host_keys:
         pins = " or ".join(map(fingerprint, config.host_keys))
         detail = f"pinned {pins}, seen {seen}. Is the system up, or was its key pinned?"
-        raise Result(Outcome.HOST_KEY_DIFFERS, f"{detail} If not, suspect an impostor")
+        raise UnlockError(
+            Outcome.HOST_KEY_DIFFERS, f"{detail} If not, suspect an impostor"
+        )
 
 
 def find_key_problem(path: Path) -> str:
@@ -570,41 +583,37 @@ def find_key_problem(path: Path) -> str:
 
 
 def load_key(path: Path) -> "PKey":
-    """Load our private key, whatever its type. Raises: Result."""
+    """Load our private key, whatever its type. Raises: UnlockError."""
     import paramiko
 
     for kind in (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey):
-        with contextlib.suppress(PEER_ERRORS):  # another type
+        with contextlib.suppress(ANY_ERROR):  # another type
             return kind.from_private_key_file(str(path))
     shown = shown_path(path)
     problem = f"{shown} has a passphrase, is damaged, or is not in OpenSSH format"
-    raise Result(Outcome.ERROR, f"SSH key {find_key_problem(path) or problem}")
+    raise UnlockError(Outcome.ERROR, f"SSH key {find_key_problem(path) or problem}")
 
 
 def log_in(transport: "Transport", config: Config) -> None:
-    """Authenticate with WAKER_SSH_KEY and nothing else. Raises: Result."""
+    """Authenticate with WAKER_SSH_KEY and nothing else. Raises: UnlockError."""
     key = load_key(config.key)
-    with contextlib.suppress(PEER_ERRORS):
+    with contextlib.suppress(ANY_ERROR):
         transport.auth_publickey(config.user, key)
     if not transport.is_active():
         detail = "the SSH server hung up or stopped responding during login"
-        raise Result(Outcome.NOT_ASKED, detail)
+        raise UnlockError(Outcome.NOT_ASKED, detail)
     if not transport.is_authenticated():
         detail = f"{fingerprint(key.asbytes())} for user {config.user}: add it to the"
         detail += " initrd's authorized_keys and rebuild the initrd, or correct"
-        raise Result(Outcome.KEY_REFUSED, f"{detail} WAKER_SSH_USER")
+        raise UnlockError(Outcome.KEY_REFUSED, f"{detail} WAKER_SSH_USER")
 
 
-def explain_end(transport: "Transport") -> Event:
-    """Tell a command that ended from a connection that was lost."""
-    transport.join(1)  # it may be about to notice
-    return Event.ENDED if transport.is_active() else Event.LOST
+def read_lines(
+    channel: "Channel", passphrase: Passphrase, until: float
+) -> Iterator[tuple[Line, str]]:
+    """Yield what the command says, with the disk or error that it names.
 
-
-def read_events(channel: "Channel", until: float) -> Iterator[tuple[Event, str]]:
-    """Yield each event in the command's output, with the disk or error that it names.
-
-    The last event says why there are no more.
+    End when there is no more output, or at `until` (monotonic seconds).
     """
     rest = b""  # a line that is not complete yet
     data = b"x"
@@ -616,227 +625,150 @@ def read_events(channel: "Channel", until: float) -> Iterator[tuple[Event, str]]
         except TimeoutError:
             if time.monotonic() < until:  # paramiko asked the wall clock, which was set
                 continue
-            yield Event.ENDED, ""
             return
         end = data or b"\n"  # the end completes the last line
         *lines, rest = (rest + end).split(b"\n")
         rest = rest[-MAX_LINE:]
         for line in lines:
             text = line.decode(errors="backslashreplace")
-            for event in Event:
-                found = re.search(event.pattern, text)
+            for kind in Line:
+                found = re.search(kind.value, text)
                 if found:
-                    yield event, "".join(found.groups())
+                    yield kind, passphrase.hide("".join(found.groups()))
                     break
-    channel.status_event.wait(END_SECONDS)  # it may follow the output
-    endings = {0: Event.ALL_OPEN, 126: Event.NO_COMMAND, 127: Event.NO_COMMAND}
-    last = endings.get(channel.exit_status, Event.ENDED)
-    yield (explain_end(channel.get_transport()) if last is Event.ENDED else last), ""
 
 
-def set_ending_signals(action: signal.Handlers) -> None:
-    """Set the action for ^C, for a terminal that hangs up, and for a cancel."""
+def is_lost(transport: "Transport") -> bool:
+    transport.join(1)  # second: it may be about to notice
+    return not transport.is_active()
+
+
+def explain_end(channel: "Channel") -> Ending:
+    """Return why a command says no more, if nothing was sent."""
+    if channel.eof_received or channel.closed:
+        channel.status_event.wait(END_SECONDS)  # the status may follow the output
+    if channel.exit_status in BY_STATUS:
+        return BY_STATUS[channel.exit_status]
+    return LOST if is_lost(channel.get_transport()) else NO_PROMPT
+
+
+def wait_for_prompt(
+    transport: "Transport", passphrase: Passphrase, until: float
+) -> tuple["Channel", str]:
+    """Run the command until a disk asks; return the disk. Raises: UnlockError."""
+    try:
+        channel = transport.open_session(timeout=math.inf)
+        channel.set_combine_stderr(True)
+        channel.exec_command(COMMAND)
+    except ANY_ERROR:
+        raise UnlockError(*(LOST if is_lost(transport) else NO_COMMAND)) from None
+    for line, name in read_lines(channel, passphrase, until):
+        if line is Line.ASKS:
+            return channel, name
+        if line in UNSENT_ENDINGS:
+            outcome, words = UNSENT_ENDINGS[line]
+            raise UnlockError(outcome, words + name)
+    raise UnlockError(*explain_end(channel))
+
+
+def answer(
+    channel: "Channel", passphrase: Passphrase, disk: str, until: float
+) -> tuple[Line | None, str | None]:
+    """Send the passphrase; return the verdict, if there is one, and a hint.
+
+    Ignore earlier output, and success messages for other disks. Raises:
+    BrokenPipeError if nobody reads the report; then nothing is sent.
+    """
+    # From now on, only the verdict ends it: not ^C, a closed terminal, or a cancel.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, action)
+        signal.signal(number, signal.SIG_IGN)
+    os.write(1, SENT_REPORT + b"\n")
+    try:
+        if channel.recv_ready():
+            channel.recv(1 << 30)
+        channel.settimeout(0)  # an honest server's window has room for it
+        # Debian's command reads to the end of input, so a newline would become part of
+        # the passphrase.
+        channel.sendall(passphrase.data)
+    except ANY_ERROR:
+        return None, None
+    with contextlib.suppress(ANY_ERROR):  # the command may have ended already
+        channel.shutdown_write()
+    hint = None
+    for line, name in read_lines(channel, passphrase, until):
+        if line is Line.WARNED:
+            hint = MAY_GIVE_UP
+        elif line is not Line.OPENED or name == disk:
+            return line, hint
+    return None, hint
 
 
-class Session:
-    """An authenticated connection to a verified machine."""
+def explain_verdict(
+    verdict: Line | None, disk: str, opened: str, transport: "Transport"
+) -> Ending:
+    """Return how an unlock ended if the passphrase did not open the disk."""
+    outcome, words = Outcome.NOT_CONFIRMED, "the initrd did not confirm it"
+    if verdict is Line.REJECTED:
+        outcome, words = Outcome.WRONG_PASSPHRASE, disk
+    elif verdict is Line.ASKS:
+        words = "a disk is still asking"
+    elif verdict is Line.GAVE_UP and not opened:
+        outcome, words = Outcome.GAVE_UP, ""
+    elif verdict is Line.GAVE_UP:  # the server may boot without this disk
+        words = f"the initrd gave up on disk {disk}"
+    elif is_lost(transport):
+        words = "the connection was lost before the initrd confirmed it"
+    return outcome, f"{words}; unlocked: {opened}" if opened else words
 
-    def __init__(
-        self, transport: "Transport", passphrase: Passphrase, deadline: float
-    ) -> None:
-        self._transport = transport
-        self._passphrase = passphrase
-        self._deadline = deadline  # monotonic seconds
-        self._hint: str | None = None
-        self._opened: list[str] = []  # disks, in this session
-        self._answered: set[str] = set()  # disks that asked
 
-    def _show(self, text: str, limit: int = 200) -> str:
-        """Shorten the initrd's text, and hide it if it contains the passphrase."""
-        return "(hidden)" if self._passphrase.data.decode() in text else text[:limit]
-
-    def _list_opened(self) -> str:
-        return self._show(", ".join(map(self._show, self._opened)), 600)
-
-    def _wait_for_prompt(self, seconds: float) -> tuple["Channel", str]:
-        """Run the command until it asks; return the disk that does. Raises: Result."""
+def answer_disks(
+    transport: "Transport", passphrase: Passphrase, deadline: float
+) -> Result:
+    """Answer each disk that asks, once, until no new disk asks. Raises: UnlockError."""
+    opened: list[str] = []  # disks
+    seconds = PROMPT_SECONDS
+    while True:
+        listed = passphrase.hide(", ".join(opened), 600)
         try:
-            channel = self._transport.open_session(timeout=math.inf)
-            channel.set_combine_stderr(True)
-            channel.exec_command(COMMAND)
-        except PEER_ERRORS:
-            is_lost = explain_end(self._transport) is Event.LOST
-            event = Event.LOST if is_lost else Event.NO_COMMAND
-            raise Result(event.outcome, event.words) from None
-        until = min(self._deadline, time.monotonic() + seconds)
-        for event, named in read_events(channel, until):
-            if event is Event.ASKS:
-                return channel, named
-            # Somebody else may have answered.
-            if event not in (Event.OPENED, Event.REJECTED, Event.WARNED):
-                break
-        raise Result(event.outcome, event.words + self._show(named))
-
-    def _answer(self, channel: "Channel", disk: str) -> Event:
-        """Send the passphrase and return the verdict.
-
-        Ignore earlier output, and success messages for other disks. Raises:
-        BrokenPipeError if nobody reads the report; then nothing is sent.
-        """
-        set_ending_signals(signal.SIG_IGN)  # from now on, only the verdict ends it
-        print(SENT_REPORT, flush=True)
-        try:
-            if channel.recv_ready():
-                channel.recv(1 << 30)
-            channel.settimeout(0)  # an honest server's window has room for it
-            # Debian's command reads to the end of input, so a newline would become
-            # part of the passphrase.
-            channel.sendall(self._passphrase.data)
-        except PEER_ERRORS:
-            return Event.ENDED
-        with contextlib.suppress(PEER_ERRORS):  # the command may have ended already
-            channel.shutdown_write()
-        for event, named in read_events(channel, self._deadline):
-            if event is Event.WARNED:
-                self._hint = MAY_GIVE_UP
-            elif event is not Event.OPENED or named == disk:
-                break
-        return event
-
-    def _explain(self, event: Event, disk: str) -> Result:
-        """Return the result if the disk was not opened by the passphrase."""
-        outcome, words = Outcome.NOT_CONFIRMED, "the initrd did not confirm it"
-        if event is Event.ASKS:
-            words = "a disk is still asking"
-        if event is Event.LOST:
-            words = "the connection was lost before the initrd confirmed it"
-        if event is Event.REJECTED:
-            outcome, words = Outcome.WRONG_PASSPHRASE, self._show(disk)
-        if event is Event.GAVE_UP:
-            words = f"the initrd gave up on disk {self._show(disk)}"
-            if not self._opened:  # or else the server may boot without this disk
-                outcome, words = Outcome.GAVE_UP, ""
-        if self._opened:
-            words += f"; unlocked: {self._list_opened()}"
-        result = Result(outcome, words, sent=True)
-        result.hint = self._hint
-        return result
-
-    def unlock(self) -> Result:
-        """Answer each disk that asks, once, until no new disk asks. Raises: Result."""
-        seconds = PROMPT_SECONDS
-        while True:
-            try:
-                channel, disk = self._wait_for_prompt(seconds)
-            except PEER_ERRORS:  # which unsay no success
-                if not self._opened:
-                    raise
-                return Result(Outcome.UNLOCKED, self._list_opened(), sent=True)
-            # Never answer a disk twice.
-            if disk in self._answered or len(self._answered) == MAX_DISKS:
-                return self._explain(Event.ASKS, disk)
-            self._answered.add(disk)
-            event = self._answer(channel, disk)
-            if event is not Event.OPENED:
-                return self._explain(event, disk)
-            self._opened.append(disk)
-            # Dropbear may end a channel that is opened before the last one has ended.
-            with contextlib.suppress(PEER_ERRORS):
-                next(read_events(channel, time.monotonic() + END_SECONDS))
-            seconds = NEXT_PROMPT_SECONDS
+            until = min(deadline, time.monotonic() + seconds)
+            channel, disk = wait_for_prompt(transport, passphrase, until)
+        except ANY_ERROR:  # which unsays no success
+            if not opened:
+                raise
+            return conclude(Outcome.UNLOCKED, listed, sent=True)
+        # Never answer a disk twice.
+        if disk in opened or len(opened) == MAX_DISKS:
+            ending = explain_verdict(Line.ASKS, disk, listed, transport)
+            return conclude(*ending, sent=True)
+        verdict, hint = answer(channel, passphrase, disk, deadline)
+        if verdict is not Line.OPENED:
+            ending = explain_verdict(verdict, disk, listed, transport)
+            return conclude(*ending, sent=True, hint=hint)
+        opened.append(disk)
+        # Dropbear may end a channel that is opened before the last one has ended.
+        channel.status_event.wait(END_SECONDS)
+        seconds = NEXT_PROMPT_SECONDS
 
 
 def unlock(config: Config, passphrase: Passphrase, deadline: float) -> Result:
-    """Unlock the disks by `deadline`, in monotonic seconds. Raises: Result."""
-    transport = open_transport(config, deadline + 2)
-    verify(transport, config)
-    log_in(transport, config)
-    return Session(transport, passphrase, deadline).unlock()
+    """Unlock the disks by `deadline`, in monotonic seconds."""
+    try:
+        transport = open_transport(config, deadline + 2)
+        verify(transport, config)
+        log_in(transport, config)
+        return answer_disks(transport, passphrase, deadline)
+    except UnlockError as error:
+        return conclude(*error.args)
 
 
-class Unlocker:
-    """Runs `waker.py unlock` in a process that can be killed."""
-
-    def __init__(
-        self, config: Config, program: Path, environment: Mapping[str, str]
-    ) -> None:
-        command = sys.executable, str(program.resolve()), "unlock"
-        self._command = (*command, "--seconds", str(UNLOCK_SECONDS))
-        self._config = config
-        self._environment = environment
-        self._child: Popen[bytes] | None = None  # the last one
-
-    def find_problem(self) -> str:
-        """Return what would make an unlock fail on this box, or an empty string."""
-        if not self._config.host_keys:
-            return NOT_PINNED
-        if not importlib.util.find_spec("paramiko"):  # importing it would take 20 MB
-            return explain_no_paramiko()
-        problem = find_key_problem(self._config.key)
-        return f"SSH key {problem}" if problem else ""
-
-    def cancel(self) -> None:
-        """End the process, unless it is about to send: then it ignores SIGTERM."""
-        if self._child:
-            self._child.terminate()
-
-    def _talk(
-        self, child: "Popen[bytes]", given: bytes, sent: threading.Event
-    ) -> bytes:
-        """Pass the passphrase on; return the last line that the process prints."""
-        # It ends by itself in time, unless it hangs.
-        watchdog = threading.Timer(UNLOCK_SECONDS + 5, child.kill)
-        watchdog.daemon = True
-        watchdog.start()
-        stdin = cast("io.BufferedWriter", child.stdin)
-        with contextlib.suppress(BrokenPipeError):  # its output says why
-            stdin.write(given)  # fits into the pipe: cannot block
-            stdin.close()
-        report = b""
-        for report in cast("io.BufferedReader", child.stdout):
-            if report.strip() == SENT_REPORT.encode():
-                sent.set()
-        watchdog.cancel()
-        return report
-
-    def run(
-        self, passphrase: Passphrase, cancelled: threading.Event, sent: threading.Event
-    ) -> Result:
-        """Unlock. `sent` is set before sending.
-
-        To cancel, set `cancelled`, then call `cancel`.
-        """
-        try:
-            import subprocess
-
-            # It inherits blocked signals, which thus wait until it is ready for them.
-            # In its own session, it gets none from a terminal.
-            self._child = child = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=self._environment,
-                start_new_session=True,
-            )
-        except OSError as error:
-            reason = f"the unlocking process cannot start: {error.strerror}"
-            return Result(Outcome.ERROR, reason)
-        given = b"" if cancelled.is_set() else passphrase.data
-        with child:  # waits for its end
-            report = self._talk(child, given, sent)
-        if cancelled.is_set() and not sent.is_set():
-            return Result(Outcome.CANCELLED)
-        reason = f"the unlocking process ended with status {child.returncode}"
-        outcome = Outcome.NOT_CONFIRMED if sent.is_set() else Outcome.ERROR
-        result = Result(outcome, f"{reason}; see waker's log", sent=sent.is_set())
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # no result
-            members = json.loads(report)
-            outcome = OUTCOMES[members["outcome"]]
-            result.message, result.hint = members["message"], members["hint"]
-            result.outcome = outcome
-        return result
+def find_problem(config: Config) -> str:
+    """Return what would make an unlock fail on this box, or an empty string."""
+    if not config.host_keys:
+        return NOT_PINNED
+    if not importlib.util.find_spec("paramiko"):  # importing it would take 20 MB
+        return explain_no_paramiko()
+    problem = find_key_problem(config.key)
+    return f"SSH key {problem}" if problem else ""
 
 
 # ---- Configuration -------------------------------------------------------------------
@@ -1003,161 +935,236 @@ STILL_LOCKED: Final = (
     "The initrd is still running: it may still be checking the passphrase, or the"
     " passphrase was wrong."
 )
+NEVER_ASKS: Final = (
+    "It may never ask again by itself: look at the server's screen, and restart it."
+)
 
 
 class Phase(enum.Enum):
-    """The phase of a start, for programs."""
+    """The phase of a start."""
 
     WAKING = "waking"
     UNLOCKING = "unlocking"
     BOOTING = "booting"
-    DONE = "done"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
+    ENDED = "ended"
 
 
-FAILURES: Final = Phase.FAILED, Phase.CANCELLED
-ENDINGS: Final = Phase.DONE, *FAILURES
-# The phase that follows an unlock; FAILED for all others.
-NEXT_PHASES: Final = {
-    Outcome.UNLOCKED: Phase.BOOTING,
-    Outcome.ALREADY_OPEN: Phase.BOOTING,
-    Outcome.NOT_CONFIRMED: Phase.BOOTING,
-    Outcome.UP: Phase.DONE,
-    Outcome.CANCELLED: Phase.CANCELLED,
-}
+# After these, the system should boot. A start that ended with one was cancelled.
+HOPEFUL: Final = Outcome.UNLOCKED, Outcome.ALREADY_OPEN, Outcome.NOT_CONFIRMED
 
 
 class Start:
-    """A start, as the status shows it, or a single unlock, which it does not show."""
+    """A start, or an unlock, which is a start that does not wait for the initrd.
 
-    def __init__(self, began: float) -> None:
+    It owns the passphrase, and the process that unlocks.
+    """
+
+    def __init__(self, passphrase: Passphrase, began: float, *, waits: bool) -> None:
         self._lock = threading.Lock()
+        self._passphrase: Passphrase | None = passphrase  # until it is not needed
+        self._child: Popen[bytes] | None = None  # the last one
+        self.waits = waits
         self.began = began  # monotonic seconds, as is the next
         self.ended = math.inf  # while it runs
-        self.phase = Phase.WAKING
+        self.phase = Phase.WAKING if waits else Phase.UNLOCKING
+        self.result: Result | None = None  # of the unlock
         self.outcome: Outcome | None = None  # until something is known
         self.message = "Looking for the server"
-        self.hint: str | None = None
-        self.times = {Phase.WAKING.value: 0}  # seconds from the start to each phase
+        self.times = {self.phase.value: 0}  # seconds from the start to each phase
         self.woke = False  # a magic packet was sent
         self.cancelled = threading.Event()
         self.sent = threading.Event()  # the passphrase may have been sent
+        self.unlocked = threading.Event()  # or not: the unlock has its result
+
+    def word(self) -> str:
+        """Return the phase, for programs."""
+        if self.phase is not Phase.ENDED:
+            return str(self.phase.value)
+        if self.outcome is Outcome.UP:
+            return "done"
+        is_cancelled = self.outcome in (*HOPEFUL, Outcome.CANCELLED)
+        return "cancelled" if is_cancelled else "failed"
 
     def show(self, phase: Phase, text: str, outcome: Outcome | None = None) -> None:
-        """Show a phase and a message, unless the start has ended or was replaced."""
+        """Show a phase and a message, unless the start has ended."""
         with self._lock:
-            if self.phase in ENDINGS:
+            if self.phase is Phase.ENDED:
                 return
-            if (phase, text) != (self.phase, self.message):
-                log(f"start: {phase.value}: {text}")
-            self.phase = phase
-            self.message = text
-            self.outcome = outcome
+            is_news = (phase, text) != (self.phase, self.message)
+            self.phase, self.message, self.outcome = phase, text, outcome
             now = time.monotonic()
-            self.times.setdefault(phase.value, int(now - self.began))
-            if phase in ENDINGS:
+            self.times.setdefault(self.word(), int(now - self.began))
+            if phase is Phase.ENDED:
                 self.ended = now
+            if is_news:
+                log(f"start: {self.word()}: {text}")
+
+    def conclude(self, result: Result) -> None:
+        """Show how the unlock ended, and forget the passphrase."""
+        self._passphrase = None
+        self.result = result
+        phase = Phase.BOOTING if result.outcome in HOPEFUL else Phase.ENDED
+        self.show(phase, result.message, result.outcome)
+        self.unlocked.set()
+
+    def cancel(self) -> None:
+        """Send nothing, or stop watching. A process about to send ignores SIGTERM."""
+        self.cancelled.set()
+        if self._child:
+            self._child.terminate()
+
+    def unlock(self, command: Sequence[str], environment: Mapping[str, str]) -> Result:
+        """Run the process that unlocks, to its end."""
+        import subprocess
+
+        try:
+            # It inherits blocked signals, which thus wait until it is ready for them.
+            # In its own session, it gets none from a terminal.
+            self._child = child = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            reason = f"the unlocking process cannot start: {error.strerror}"
+            return conclude(Outcome.ERROR, reason)
+        with child:  # waits for its end
+            report = self._talk(child)
+        is_sent = self.sent.is_set()
+        if self.cancelled.is_set() and not is_sent:
+            return conclude(Outcome.CANCELLED)
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # no result
+            members = json.loads(report)
+            outcome = OUTCOMES[members["outcome"]]
+            return Result(outcome, members["message"], is_sent, members["hint"])
+        reason = f"the unlocking process ended with status {child.returncode}"
+        outcome = Outcome.NOT_CONFIRMED if is_sent else Outcome.ERROR
+        return conclude(outcome, f"{reason}; see waker's log", sent=is_sent)
+
+    def _talk(self, child: "Popen[bytes]") -> bytes:
+        """Pass the passphrase on; return the last line that the process prints."""
+        deadline = time.monotonic() + UNLOCK_SECONDS + 5  # it ends itself, or hangs
+        stdin = cast("io.BufferedWriter", child.stdin)
+        with contextlib.suppress(BrokenPipeError):  # its output says why
+            if self._passphrase and not self.cancelled.is_set():
+                stdin.write(self._passphrase.data)  # fits into the pipe: cannot block
+            stdin.close()
+        output = cast("io.BufferedReader", child.stdout).fileno()
+        readable = select.poll()  # `select` fails if the descriptor is over 1023
+        readable.register(output)
+        printed, data = b"", b"x"
+        while data:
+            left = deadline - time.monotonic()
+            if not readable.poll(max(left, 0) * 1000):
+                child.kill()
+            data = os.read(output, 65536)
+            printed += data
+            if SENT_REPORT in printed:
+                self.sent.set()
+        return b"".join(printed.splitlines()[-1:])
 
     def members(self, now: float) -> dict[str, object]:
         """Return what the status says of it."""
         with self._lock:
             return {
-                "phase": self.phase.value,
+                "phase": self.word(),
                 "outcome": self.outcome.word if self.outcome else None,
                 "message": self.message,
-                "hint": self.hint,
+                "hint": self.result.hint if self.result else None,
                 "seconds": max(int(min(now, self.ended) - self.began), 0),
                 "sent": self.sent.is_set(),
+                "woke": self.woke,
                 "times": dict(self.times),
             }
 
 
-class Starter:
-    """Runs one start or unlock at a time, and keeps the last start for the status.
+def explain_asleep(ports: PortStates, failure: str) -> str:
+    """Return why the initrd did not come up; `failure` is why no packet ever left."""
+    if PortState.CLOSED in ports:
+        return "answers, but its initrd's SSH port is closed"
+    if failure:
+        return f"did not answer, and {failure}"
+    if PortState.UNKNOWN in ports:
+        return PortState.UNKNOWN.value
+    return "did not wake or is silent: check power, cable and Wake-on-LAN"
 
-    Once the passphrase was sent, a start only watches, and a new one may replace it.
+
+class Starter:
+    """Runs one start at a time, and keeps the last one for the status.
+
+    Once its unlock has ended, a start only watches, and a new one may replace it.
     """
 
-    def __init__(self, config: Config, watcher: Watcher, unlocker: Unlocker) -> None:
+    def __init__(
+        self,
+        config: Config,
+        watcher: Watcher,
+        program: Path,
+        environment: Mapping[str, str],
+    ) -> None:
         self._config = config
         self._watcher = watcher
-        self._unlocker = unlocker
+        command = sys.executable, str(program.resolve()), "unlock"
+        self._command = (*command, "--seconds", str(UNLOCK_SECONDS))
+        self._environment = environment
         self._lock = threading.Lock()
-        self._sender: Start | None = None  # the one that may send a passphrase
         self._last: Start | None = None  # running, or shown until it is forgotten
         self._is_stopping = False
         self._durations: deque[float] = deque(maxlen=5)  # seconds
 
-    def _claim(self, purpose: str, now: float) -> Start:
-        """Let nothing else begin. Raises: Fault 409 while something runs; 500; 503."""
-        problem = self._unlocker.find_problem()  # may take time: not under the lock
-        if problem:
-            raise Fault(500, f"Failed to {purpose}: {problem}. {UNSENT}")
-        with self._lock:
-            if self._is_stopping:
-                raise Fault(503, "waker is stopping")
-            if self._sender:
-                busy = "Another unlock or start is running; wait until it ends"
-                raise Fault(409, busy)
-            watch = self._last
-            if watch and watch.phase is Phase.BOOTING:  # replace it
-                watch.show(Phase.CANCELLED, watch.message, watch.outcome)
-                watch.cancelled.set()
-            self._sender = Start(now)
-            return self._sender
-
     def _wait_for_initrd(self, start: Start, deadline: float) -> Result | None:
         """Wake the machine until its initrd listens, or return why it does not."""
         packet_due = -math.inf  # monotonic seconds
+        failure = ""
         while True:
             now = time.monotonic()
             ports = self._watcher.check(now)
             if ports.system is PortState.OPEN:
-                return Result(Outcome.UP)
+                return conclude(Outcome.UP)
             if ports.initrd is PortState.OPEN:
                 return None
             if now > deadline:
-                why = "did not wake or is silent: check power, cable and Wake-on-LAN"
-                if PortState.CLOSED in ports:
-                    why = "answers, but its initrd's SSH port is closed"
-                if PortState.UNKNOWN in ports:
-                    why = "could not be checked; is WAKER_HOMELAB_HOST right?"
-                return Result(Outcome.NOT_AWAKE, why)
+                why = explain_asleep(ports, "" if start.woke else failure)
+                return conclude(Outcome.NOT_AWAKE, why)
             if now >= packet_due:
                 packet_due = now + PACKET_SECONDS
-                start.woke = True
                 try:
-                    message = wake(self._config)
-                except Fault as fault:  # the link may drop while the machine wakes
-                    message = f"{fault}; trying again"
-            is_on = PortState.CLOSED in ports
-            waiting = "The server answers; waiting for its initrd"
-            start.show(Phase.WAKING, waiting if is_on else message)
+                    message, failure = wake(self._config), ""
+                    start.woke = True
+                except OSError as error:  # the link may drop while the machine wakes
+                    failure = f"no magic packet could be sent: {error.strerror}"
+            if failure:
+                message = f"{failure[0].upper()}{failure[1:]}; trying again"
+            elif PortState.CLOSED in ports:
+                message = "The server answers; waiting for its initrd"
+            start.show(Phase.WAKING, message)
             if start.cancelled.wait(1):  # second
-                return Result(Outcome.CANCELLED)
+                return conclude(Outcome.CANCELLED)
 
-    def _unlock(self, start: Start, passphrase: Passphrase) -> Result:
+    def _unlock(self, start: Start) -> Result:
         """Wake and unlock; try again while no disk asks."""
         deadline = time.monotonic() + START_SECONDS
         message = "Connecting to the initrd"
         while True:
-            ended = self._wait_for_initrd(start, deadline)
+            ended = self._wait_for_initrd(start, deadline) if start.waits else None
             if ended:
                 return ended
             tried = time.monotonic()
             if start.phase is Phase.WAKING:  # it is reached, or reached anew
                 give_up = tried + READY_SECONDS
             start.show(Phase.UNLOCKING, message)
-            result = self._unlocker.run(passphrase, start.cancelled, start.sent)
-            now = time.monotonic()
-            is_late = now + (now - tried) > give_up  # another try may take as long
-            if result.outcome is not Outcome.NOT_ASKED or is_late:
+            result = start.unlock(self._command, self._environment)
+            if result.outcome is not Outcome.NOT_ASKED or not start.waits:
                 return result
+            now = time.monotonic()
+            if now + (now - tried) > give_up:  # another try may take as long
+                return result._replace(hint=NEVER_ASKS)
             message = result.message
             start.show(Phase.UNLOCKING, message)
             if start.cancelled.wait(RETRY_SECONDS):
-                return Result(Outcome.CANCELLED)
+                return conclude(Outcome.CANCELLED)
 
     def _watch(self, start: Start, result: Result) -> None:
         """Show whether the system's port opens, until it does or time is up."""
@@ -1166,14 +1173,14 @@ class Starter:
         message = result.message
         while time.monotonic() < began + START_SECONDS:
             if start.cancelled.wait(1):  # second
-                start.show(Phase.CANCELLED, message, result.outcome)
+                start.show(Phase.ENDED, message, result.outcome)
                 return
             now = time.monotonic()
             ports = self._watcher.check(now)
             if ports.system is PortState.OPEN:
                 parts = [result.message, "The system is up."]
                 text = " ".join(parts if is_sure else reversed(parts))
-                start.show(Phase.DONE, text, Outcome.UP)
+                start.show(Phase.ENDED, text, Outcome.UP)
                 return
             message = result.message
             is_late = now >= began + DOUBT_SECONDS
@@ -1181,77 +1188,80 @@ class Starter:
                 message = f"{result.message} {STILL_LOCKED}"
             start.show(Phase.BOOTING, message, result.outcome)
         text = f"{message} The system has not answered yet."
-        start.show(Phase.FAILED, text, Outcome.NOT_UP)
+        start.show(Phase.ENDED, text, Outcome.NOT_UP)
 
-    def _run(self, start: Start, given: list[Passphrase]) -> None:
+    def _run(self, start: Start) -> None:
         try:
-            try:
-                # Pop it, so that only `_unlock` refers to the passphrase.
-                result = self._unlock(start, given.pop())
-                phase = NEXT_PHASES.get(result.outcome, Phase.FAILED)
-                start.hint = result.hint
-                start.show(phase, result.message, result.outcome)
-            finally:
-                self._sender = None
-            if phase is Phase.BOOTING:
+            result = self._unlock(start)
+            start.conclude(result)
+            if start.phase is Phase.BOOTING:
                 self._watch(start, result)
             if start.woke and start.outcome is Outcome.UP:
                 self._durations.append(start.ended - start.began)
         except Exception as error:  # noqa: BLE001 - the status must show a bug
             start.sent.set()
             text = f"{describe_bug(error)}. The passphrase may have been sent."
-            start.show(Phase.FAILED, text, Outcome.ERROR)
+            start.conclude(Result(Outcome.ERROR, text, sent=True))
 
-    def begin(self, passphrase: Passphrase, now: float) -> None:
-        """Start. Raises: Fault 409 while another start or unlock runs; 500; 503."""
-        start = self._claim("start", now)
-        with self._lock:
-            self._last = start
+    def begin(self, passphrase: Passphrase, now: float, *, waits: bool) -> Start:
+        """Start. Raises: Fault 409 while another may still send; 500; 503."""
+        problem = find_problem(self._config)  # may take time: not under the lock
+        if problem:
+            purpose = "start" if waits else "unlock"
+            raise Fault(500, f"Failed to {purpose}: {problem}. {UNSENT}")
+        start = Start(passphrase, now, waits=waits)
         # Not a daemon thread: on exit, Python waits for it.
-        arguments = start, [passphrase]
-        thread = threading.Thread(target=self._run, args=arguments, daemon=False)
-        try:
-            thread.start()
-        except (RuntimeError, MemoryError):
-            self._last = self._sender = None
-            raise Fault(503, "Too busy; try again", ("Retry-After", "5")) from None
+        thread = threading.Thread(target=self._run, args=(start,), daemon=False)
+        with self._lock:
+            last = self._last
+            if self._is_stopping:
+                raise Fault(503, "waker is stopping")
+            if last and last.phase in (Phase.WAKING, Phase.UNLOCKING):
+                busy = "Another unlock or start is running; wait until it ends"
+                raise Fault(409, busy)
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError):
+                raise Fault(503, "Too busy; try again", ("Retry-After", "5")) from None
+            if last:
+                last.cancelled.set()
+            self._last = start
+        return start
 
     def unlock(self, passphrase: Passphrase, now: float) -> Result:
-        """Unlock once, without waking or watching. Raises: Fault 409, 500, 503."""
+        """Unlock, without waking. Raises: Fault 409, 500, 503."""
         if self._watcher.check(now).system is PortState.OPEN:
-            return Result(Outcome.UP)
-        start = self._claim("unlock", now)
-        try:
-            return self._unlocker.run(passphrase, start.cancelled, start.sent)
-        finally:
-            self._sender = None
+            return conclude(Outcome.UP)
+        start = self.begin(passphrase, now, waits=False)
+        start.unlocked.wait()
+        return cast("Result", start.result)
 
     def cancel(self) -> None:
         """Cancel the running start. Raises: Fault 409 if no start is running."""
         with self._lock:
-            if not self._last or self._last.phase in ENDINGS:
+            if not self._last or self._last.phase is Phase.ENDED:
                 raise Fault(409, "No start is running")
-            self._last.cancelled.set()
-            self._unlocker.cancel()
+            self._last.cancel()
 
     def stop(self) -> None:
-        """Cancel whatever runs, and let nothing else begin."""
+        """Cancel what runs, and let nothing else begin."""
         with self._lock:
             self._is_stopping = True
-            for start in filter(None, (self._last, self._sender)):
-                start.cancelled.set()
-            self._unlocker.cancel()
+            if self._last:
+                self._last.cancel()
 
     def members(self, now: float, ports: PortStates) -> dict[str, object]:
-        """Return the starts' part of GET /api/status."""
+        """Return the start's part of GET /api/status, and forget what is over."""
         with self._lock:
             start = self._last
             if start:
                 # Keep a host key alarm: an impostor could clear it by opening the port.
                 is_alarm = start.outcome is Outcome.HOST_KEY_DIFFERS
-                stays = start.phase not in FAILURES or is_alarm
-                is_old = start.ended + SHOWN_SECONDS < now
-                if is_old or (ports.system is PortState.OPEN and not stays):
+                is_failed = (
+                    start.phase is Phase.ENDED and start.outcome is not Outcome.UP
+                )
+                is_over = ports.system is PortState.OPEN and is_failed and not is_alarm
+                if is_over or start.ended + SHOWN_SECONDS < now:
                     self._last = start = None
         usual = sorted(self._durations)
         return {
@@ -1409,12 +1419,14 @@ class Page:
 class App:
     """The parts of the daemon."""
 
-    def __init__(self, config: Config, unlocker: Unlocker) -> None:
+    def __init__(
+        self, config: Config, program: Path, environment: Mapping[str, str]
+    ) -> None:
         self.config = config
         self.page = Page()
         self.gate = Gate()
         self.watcher = Watcher(config)
-        self.starter = Starter(config, self.watcher, unlocker)
+        self.starter = Starter(config, self.watcher, program, environment)
 
 
 def succeed(request: Request, message: str) -> Response:
@@ -1454,7 +1466,10 @@ def get_status(app: App, request: Request) -> Response:
 
 
 def post_wol(app: App, request: Request) -> Response:
-    return succeed(request, wake(app.config))
+    try:
+        return succeed(request, wake(app.config))
+    except OSError as error:
+        raise Fault(500, f"Failed to send WOL packet: {error.strerror}") from None
 
 
 def post_unlock(app: App, request: Request) -> Response:
@@ -1472,7 +1487,7 @@ def post_unlock(app: App, request: Request) -> Response:
 
 def post_start(app: App, request: Request) -> Response:
     passphrase = parse_body(request, "passphrase", Passphrase)
-    app.starter.begin(passphrase, request.now)
+    app.starter.begin(passphrase, request.now, waits=True)
     return succeed(request, "Started; the status shows progress")
 
 
@@ -1853,9 +1868,10 @@ def check_unlocking(config: Config) -> Iterator[Finding]:
         yield subject, f"{config.user} can log in; unlock not tried", OK
     except (ImportError, AttributeError) as error:
         yield subject, f"{explain_no_paramiko()} ({error})", WRONG
-    except Result as result:
+    except UnlockError as error:
+        outcome, words = error.args
         is_unpinned = subject == "host key" and not config.host_keys
-        yield subject, str(result), HINT if is_unpinned else WRONG
+        yield subject, outcome.sentence + words, HINT if is_unpinned else WRONG
 
 
 def check(config: Config, file: Path | None) -> int:
@@ -1899,18 +1915,14 @@ def serve(app: App) -> int:
 
 
 def read_passphrase() -> Passphrase:
-    """Read it from the terminal, or all of standard input. Raises: Result."""
-    try:
-        if os.isatty(0):
-            import getpass
+    """Read it from the terminal, or all of standard input. Raises: ValueError."""
+    if os.isatty(0):
+        import getpass
 
-            return Passphrase(getpass.getpass("Passphrase: "))
-        with open(0, "rb", closefd=False) as stdin:
-            given = stdin.read(1024)  # bytes; more than any valid passphrase
-        return Passphrase(given.decode().removesuffix("\n"))
-    except (ValueError, EOFError, OSError, KeyboardInterrupt):
-        detail = "a passphrase is 1 to 512 bytes of UTF-8 without control characters"
-        raise Result(Outcome.ERROR, detail) from None
+        return Passphrase(getpass.getpass("Passphrase: "))
+    with open(0, "rb", closefd=False) as stdin:
+        given = stdin.read(1024)  # bytes; more than any valid passphrase
+    return Passphrase(given.decode().removesuffix("\n"))
 
 
 def print_unlock(config: Config, seconds: int) -> int:
@@ -1921,16 +1933,18 @@ def print_unlock(config: Config, seconds: int) -> int:
     try:
         try:
             passphrase = read_passphrase()
-            set_ending_signals(signal.SIG_DFL)
+        except (ValueError, EOFError, OSError, KeyboardInterrupt):
+            form = "1 to 512 bytes of UTF-8 without control characters"
+            result = conclude(Outcome.ERROR, f"a passphrase is {form}")
+        else:
+            for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the daemon blocks them
             signal.alarm(seconds)  # ends the process even if something hangs
             deadline = time.monotonic() + seconds - 5  # which leaves time to report
             result = unlock(config, passphrase, deadline)
-        except Result as ended:
-            result = ended
-        members = {"outcome": result.outcome.word, "sent": result.sent}
-        members |= {"message": result.message, "hint": result.hint}
-        print(json.dumps(members), flush=True)
+        members = result._asdict() | {"outcome": result.outcome.word}
+        os.write(1, f"{json.dumps(members)}\n".encode())
     except BrokenPipeError:  # the daemon has ended
         return os.EX_IOERR
     except Exception as error:  # noqa: BLE001 - its text might quote a secret
@@ -1984,7 +1998,7 @@ def run_command(arguments: argparse.Namespace, program: Path) -> int:
     names = [setting[0] for setting in SETTINGS[:UNLOCK_SETTINGS]]
     environment |= {name: values[name] for name in names if name in values}
     environment["WAKER_SSH_KEY"] = str(config.key)
-    app = App(config, Unlocker(config, program, environment))
+    app = App(config, program, environment)
     if arguments.command == "check":
         os._exit(check(config, file))
     return serve(app)

@@ -305,8 +305,7 @@ def new_app(
     config: waker.Config, settings: Mapping[str, str] | None = None
 ) -> waker.App:
     """Put the daemon's parts together. To unlock, it needs the machine's settings."""
-    unlocker = waker.Unlocker(config, Path(PROGRAM), environment(settings or {}))
-    return waker.App(config, unlocker)
+    return waker.App(config, Path(PROGRAM), environment(settings or {}))
 
 
 @contextlib.contextmanager

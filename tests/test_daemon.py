@@ -2,9 +2,10 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
-import threading
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -77,10 +78,8 @@ def unlock_by(folder: Path, code: str) -> waker.Result:
     """Unlock by a process of which the test says what it does."""
     program = folder / "child.py"
     program.write_text(f"import sys\n{code}\n")
-    config = waker.read_config(MACHINE | {"WAKER_PIN": PIN}, Path())
-    unlocker = waker.Unlocker(config, program, os.environ)
-    cancelled, sent = threading.Event(), threading.Event()
-    return unlocker.run(waker.Passphrase(PASSPHRASE), cancelled, sent)
+    start = waker.Start(waker.Passphrase(PASSPHRASE), 0, waits=False)
+    return start.unlock([sys.executable, str(program)], os.environ)
 
 
 SENT = '{"sent": true}\n'
@@ -129,6 +128,20 @@ def test_a_second_signal_ends_the_daemon_at_once(
         assert isinstance(unlocking.exception(), ConnectionError)
         assert process.returncode == -ending
         assert process.stderr.read() == ""  # no traceback
+
+
+def test_the_lines_between_the_processes_have_no_encoding(machine: Machine) -> None:
+    """Or a disk could be opened, and the passphrase be said not to be sent."""
+    odd = {"PYTHONIOENCODING": "utf-16"}
+    with daemon(machine.ask().settings() | odd) as started:
+        assert started.client.log_in().unlock().json["message"] == "Unlocked: root."
+
+
+def test_a_process_that_cannot_start_has_sent_nothing() -> None:
+    start = waker.Start(waker.Passphrase(PASSPHRASE), 0, waits=False)
+    result = start.unlock(["/nowhere"], {})
+    assert (result.outcome, result.sent) == (waker.Outcome.ERROR, False)
+    assert re.search("cannot start: No such file.*not sent", result.message)
 
 
 # ---- Commands ------------------------------------------------------------------------

@@ -80,7 +80,9 @@ STATUS_MEMBERS = {
     *("name", "state", "reachable", "initrd_ssh_open", "system_ssh_open"),
     *("usual_seconds", "start"),
 }
-START_MEMBERS = {"phase", "outcome", "message", "hint", "seconds", "sent", "times"}
+START_MEMBERS = {
+    *("phase", "outcome", "message", "hint", "seconds", "sent", "woke", "times")
+}
 # What our cryptroot-unlock for systemd says, apart from Debian's words.
 SAYS = {
     "careful": "cryptroot-unlock: systemd may give up after another wrong passphrase",
@@ -1026,6 +1028,7 @@ def test_an_unlock_shows_no_secret_and_leaves_nothing(machine: Machine) -> None:
             client.call("POST", "/api/unlock", {"passphrase": f"{secret}\n"})
         )
         assert is_gone(child)
+        assert client.call("DELETE", "/api/start").status == 200  # or it is watched
         wait_for(lambda: started.uses() == idle)
         assert started.stop() == 0
     shown += "\n".join(started.log) + "".join(str(answer) for answer in answers)
@@ -1190,12 +1193,13 @@ def test_a_second_request_waits_until_the_first_has_sent(machine: Machine) -> No
         assert client.start("y").status == 200  # replaces the watch
         wait_for(machine.received, lambda seen: seen == [RIGHT, b"y"])
         wait_until(client, "booting")
-        assert client.unlock("z").status == 500  # so does this
-        start = wait_until(client, "cancelled")
+        assert client.unlock("z").status == 500  # so does this, which is watched, too
+        start = wait_until(client, "booting")
         assert (start["outcome"], start["message"]) == (
             "not_confirmed",
             first["message"],
         )
+        assert [*start["times"]] == ["unlocking", "booting"]
         assert machine.received() == [RIGHT, b"y", b"z"]
 
 

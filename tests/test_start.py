@@ -24,6 +24,7 @@ from conftest import (
     daemon,
     environment,
     is_open,
+    new_app,
     serving,
     shortened,
     wait_for,
@@ -107,10 +108,9 @@ def test_a_request_that_sigterm_overtakes_starts_nothing(machine: Machine) -> No
     assert machine.packets() == []
 
 
-def unlocker_of(machine: Machine) -> tuple[waker.Config, waker.Unlocker]:
+def app_of(machine: Machine) -> waker.App:
     config = waker.read_config(machine.settings(PIN=PIN), machine.folder)
-    variables = environment(machine.settings())
-    return config, waker.Unlocker(config, Path(PROGRAM), variables)
+    return new_app(config, machine.settings())
 
 
 def is_forgotten() -> bool:
@@ -125,7 +125,7 @@ def is_forgotten() -> bool:
 
 def test_the_passphrase_is_forgotten_once_the_unlock_ends(machine: Machine) -> None:
     machine.ask("sleep 60")
-    with serving(waker.App(*unlocker_of(machine))) as client:
+    with serving(app_of(machine)) as client:
         client.log_in().start()
         wait_for_child(os.getpid())
         assert not is_forgotten()
@@ -161,6 +161,29 @@ def test_a_failed_link_does_not_end_a_start(home: Home, machine: Machine) -> Non
         wait_for(lambda: udp_packets(frames))
 
 
+def test_a_start_that_could_send_no_packet_says_why(
+    home: Home, machine: Machine
+) -> None:
+    """While that lasts, and at its end. Here, a route refuses the broadcast."""
+    router, _, _ = home
+    ip(f"-n {router.name} route add prohibit 203.0.113.255")
+    machine.make_keys()
+    where = {"HOMELAB_HOST": "192.168.77.99", "HOMELAB_BROADCAST": "203.0.113.255"}
+    settings, host = machine.settings(**where), router.command()
+    program = shortened(machine.folder, start_seconds=3)
+    with daemon(settings, *host, program=program) as it:
+
+        def fail() -> Any:
+            client = it.client.log_in()
+            client.start()
+            wait_until_shown(client, lambda now: "trying again" in now["message"])
+            return wait_until(client, "failed")
+
+        start = router.run(fail)
+    assert (start["outcome"], start["woke"]) == ("not_awake", False)
+    assert re.search("no magic packet.*: Permission denied", start["message"])
+
+
 def test_a_waiting_start_is_idle_and_logs_no_line_twice(machine: Machine) -> None:
     """Nor does it doubt a confirmed unlock."""
     machine.ask()
@@ -175,10 +198,12 @@ def test_a_waiting_start_is_idle_and_logs_no_line_twice(machine: Machine) -> Non
 
 
 def test_a_try_that_would_end_too_late_is_not_begun(machine: Machine) -> None:
-    """Of six seconds, each takes over four."""
+    """Of six seconds, each takes over four. Then it is said what to do."""
     machine.ask("sleep 4; echo Try again later; exit 1")
     with starting(machine, prompt_seconds=6, retry_seconds=0.5) as started:
-        assert wait_until(started.client, "failed")["outcome"] == "not_asked"
+        start = wait_until(started.client, "failed")
+    assert start["outcome"] == "not_asked"
+    assert "screen" in start["hint"]
     tries = machine.folder.joinpath("commands").read_text().splitlines()
     assert len(tries) == 1
 
@@ -232,16 +257,18 @@ class Scripted(waker.Watcher):
 
 def starter_of(machine: Machine) -> tuple[waker.Starter, Scripted]:
     machine.make_keys()
-    config, unlocker = unlocker_of(machine)
+    config = app_of(machine).config
     watcher = Scripted(config)
-    return waker.Starter(config, watcher, unlocker), watcher
+    variables = environment(machine.settings())
+    return waker.Starter(config, watcher, Path(PROGRAM), variables), watcher
 
 
 @contextlib.contextmanager
 def start_of(starter: waker.Starter, ago: float = 0) -> Iterator[None]:
     """Begin a start, and wait for its end."""
     others = {*threading.enumerate()}
-    starter.begin(waker.Passphrase(PASSPHRASE), time.monotonic() - ago)
+    began = time.monotonic() - ago
+    starter.begin(waker.Passphrase(PASSPHRASE), began, waits=True)
     threads = {*threading.enumerate()} - others
     yield
     for thread in threads:
@@ -287,14 +314,16 @@ def test_a_bug_ends_a_start_and_the_next_may_begin(machine: Machine) -> None:
 
 def test_a_start_that_gets_no_thread_has_not_begun(machine: Machine) -> None:
     starter, watcher = starter_of(machine)
-    usual = threading.stack_size(1 << 46)  # bytes: more than any system has
-    try:
-        with pytest.raises(waker.Fault, match="Too busy"), start_of(starter):
+    watcher.states = [UP] * 2
+    for shown in (None, "done"):  # what is shown stays
+        usual = threading.stack_size(1 << 46)  # bytes: more than any system has
+        try:
+            with pytest.raises(waker.Fault, match="Too busy"), start_of(starter):
+                pass
+        finally:
+            threading.stack_size(usual)
+        start = members(starter)["start"]
+        assert (start and start["phase"]) == shown
+        with start_of(starter):
             pass
-    finally:
-        threading.stack_size(usual)
-    assert members(starter)["start"] is None
-    watcher.states = [UP]
-    with start_of(starter):
-        pass
-    assert members(starter)["start"]["phase"] == "done"
+        assert members(starter)["start"]["phase"] == "done"

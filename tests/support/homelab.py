@@ -259,8 +259,7 @@ def main(wish: str = "127.0.0.1:8080") -> int:
         )
         Thread(target=machine.obey, args=(0,), daemon=True).start()
         environment = dict(os.environ) | machine.settings()
-        unlocker = waker.Unlocker(config, Path(waker.__file__), environment)
-        return waker.serve(waker.App(config, unlocker))
+        return waker.serve(waker.App(config, Path(waker.__file__), environment))
 
 
 if __name__ == "__main__":

@@ -27,13 +27,13 @@ SILENT = "Not confirmed: the passphrase was sent, but the initrd did not confirm
 NOT_CONFIRMED = 500, f"{LOST}; watch GET /api/status"
 # Depends on what waker sees first.
 NOTHING_TO_DO = {
-    waker.Result(event.outcome, event.words).message
-    for event in (
-        waker.Event.ALL_OPEN,
-        waker.Event.BOOTED,
-        waker.Event.TOO_EARLY,
-        waker.Event.ENDED,
-        waker.Event.LOST,
+    waker.conclude(*ending).message
+    for ending in (
+        waker.UNSENT_ENDINGS[waker.Line.ALL_OPEN],
+        waker.UNSENT_ENDINGS[waker.Line.BOOTED],
+        waker.UNSENT_ENDINGS[waker.Line.TOO_EARLY],
+        waker.NO_PROMPT,
+        waker.LOST,
     )
 }
 
