@@ -306,6 +306,7 @@ UNSENT_ENDINGS: Final[Mapping[Line, Ending]] = {
     Line.REPORTED: (Outcome.ERROR, "the initrd reports: "),
     Line.OLD_SCRIPT: (Outcome.ERROR, OLD_SCRIPT_FIX),
 }
+NO_SESSION: Final = Outcome.NOT_ASKED, "the SSH server refused to run anything for now"
 LOST: Final = Outcome.NOT_ASKED, "the connection was lost before a disk asked"
 NO_PROMPT: Final = Outcome.NOT_ASKED, "no disk asked; try again in a few seconds"
 NO_COMMAND: Final = Outcome.ERROR, "no unlock command can run: see docs/server.md"
@@ -511,7 +512,8 @@ def open_transport(config: Config, until: float) -> "Transport":
     except (ImportError, AttributeError):  # a newer cryptography has removed something
         raise UnlockError(Outcome.ERROR, explain_no_paramiko()) from None
     try:
-        tcp = open_tcp(config.host, config.initrd_port, CONNECT_SECONDS)
+        left = max(until - time.monotonic(), 0.1)  # s, though importing was slow
+        tcp = open_tcp(config.host, config.initrd_port, min(left, CONNECT_SECONDS))
     except OSError as error:
         detail = f"port {config.initrd_port} of {config.host} cannot be reached"
         reason = error.strerror or "no answer"
@@ -605,7 +607,9 @@ def log_in(transport: "Transport", config: Config) -> None:
     if not transport.is_authenticated():
         detail = f"{fingerprint(key.asbytes())} for user {config.user}: add it to the"
         detail += " initrd's authorized_keys and rebuild the initrd, or correct"
-        raise UnlockError(Outcome.KEY_REFUSED, f"{detail} WAKER_SSH_USER")
+        detail += " WAKER_SSH_USER. If it is there, that user may be locked (root:! in"
+        detail += " the initrd's /etc/shadow)"
+        raise UnlockError(Outcome.KEY_REFUSED, detail)
 
 
 def read_lines(
@@ -656,12 +660,14 @@ def wait_for_prompt(
     transport: "Transport", passphrase: Passphrase, until: float
 ) -> tuple["Channel", str]:
     """Run the command until a disk asks; return the disk. Raises: UnlockError."""
+    ending = NO_SESSION
     try:
         channel = transport.open_session(timeout=math.inf)
         channel.set_combine_stderr(True)
+        ending = NO_COMMAND
         channel.exec_command(COMMAND)
     except ANY_ERROR:
-        raise UnlockError(*(LOST if is_lost(transport) else NO_COMMAND)) from None
+        raise UnlockError(*(LOST if is_lost(transport) else ending)) from None
     for line, name in read_lines(channel, passphrase, until):
         if line is Line.ASKS:
             return channel, name
@@ -1561,6 +1567,7 @@ MAX_FIELDS: Final = 100  # a browser sends 20; thousands of tiny ones cost CPU
 MAX_CONNECTIONS: Final = 64  # at a time: half a megabyte each at worst
 CLIENT_SECONDS: Final = 10  # to send the request, and again to read the answer
 DRAIN_SECONDS: Final = 2  # for a client to hang up after its answer
+MAX_DRAIN: Final = 1 << 20  # bytes that it may still send in that time
 TCHAR: Final = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 # A request line, whose query is ignored, and fields; each line with its CR LF.
 HEAD: Final = re.compile(
@@ -1707,8 +1714,9 @@ class Handler(BaseHTTPRequestHandler):
             # Wait for the client to close: closing first could lose the answer.
             self.request.shutdown(socket.SHUT_WR)
             self.deadline = time.monotonic() + DRAIN_SECONDS
-            while True:
-                self.receive()
+            unread = MAX_DRAIN
+            while unread > 0:
+                unread -= len(self.receive())
 
 
 class Server(ThreadingHTTPServer):
@@ -1937,8 +1945,8 @@ def print_unlock(config: Config, seconds: int) -> int:
             form = "1 to 512 bytes of UTF-8 without control characters"
             result = conclude(Outcome.ERROR, f"a passphrase is {form}")
         else:
-            for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
+            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)  # end without a traceback
             signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the daemon blocks them
             signal.alarm(seconds)  # ends the process even if something hangs
             deadline = time.monotonic() + seconds - 5  # which leaves time to report

@@ -144,6 +144,49 @@ def test_a_process_that_cannot_start_has_sent_nothing() -> None:
     assert re.search("cannot start: No such file.*not sent", result.message)
 
 
+# Importing paramiko takes long, as it does from an SD card that is busy.
+SLOW_IMPORT = """
+import sys, time
+
+def wait(event, arguments):
+    if event == "import" and arguments[0] == "paramiko":
+        time.sleep(2)
+
+sys.addaudithook(wait)
+"""
+
+
+def test_an_unlock_on_a_slow_box_has_a_result_in_time(machine: Machine) -> None:
+    """Nothing answers, which it would otherwise wait for in addition."""
+    machine.make_keys()
+    machine.folder.joinpath("sitecustomize.py").write_text(SLOW_IMPORT)
+    settings = machine.settings() | {"PYTHONPATH": str(machine.folder)}
+    ended = run_waker("unlock", "--seconds=6", settings=settings, given=PASSPHRASE)
+    assert json.loads(ended.stdout)["outcome"] == "not_asked"
+
+
+def test_an_unlock_survives_its_terminal_if_that_is_wanted(machine: Machine) -> None:
+    """As with nohup, or in a shell script that ignores the signal."""
+    machine.ask("until [ -e go ]; do sleep 0.1; done; disk root")
+    ignoring = ["env", "--ignore-signal=HUP", *MODULE, "unlock"]
+    with subprocess.Popen(
+        ignoring,
+        cwd=CHECKOUT,
+        env=environment(machine.settings()),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as unlocking:
+        assert unlocking.stdin
+        unlocking.stdin.write(PASSPHRASE)
+        unlocking.stdin.close()
+        wait_for(machine.has_run)
+        unlocking.send_signal(signal.SIGHUP)
+        machine.folder.joinpath("go").touch()
+        assert unlocking.stdout
+        assert "Unlocked: root." in unlocking.stdout.read()
+
+
 # ---- Commands ------------------------------------------------------------------------
 
 

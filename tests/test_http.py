@@ -142,6 +142,17 @@ def test_a_client_that_keeps_sending_is_answered_and_cut_off_after_two_seconds(
     assert answered + 0.5 < time.monotonic() < answered + 5
 
 
+def test_a_client_that_pours_is_cut_off_after_a_megabyte(server: Client) -> None:
+    """Or many of them could fill the memory in those two seconds."""
+    with knock(server, POST + b"Content-Length: 999999999\r\n\r\n") as tcp:
+        assert answer_on(tcp).status == 413
+        sent = 0
+        with suppress(ConnectionError):
+            while sent < 32 << 20:  # bytes; more than the kernel would keep
+                sent += tcp.send(b"x" * 65536)
+    assert sent < 32 << 20
+
+
 def test_an_answer_is_kept_for_a_slow_reader() -> None:
     """By the kernel: no thread waits meanwhile, and waker may stop."""
     with daemon(MACHINE) as started, socket.socket() as reader:

@@ -35,7 +35,11 @@ from conftest import (
 from homelab import DROPBEAR, OPENSSH, new_key
 from machine import WORDS, Machine
 from namespaces import Home, ip
-from paramiko.common import AUTH_SUCCESSFUL, OPEN_SUCCEEDED
+from paramiko.common import (
+    AUTH_SUCCESSFUL,
+    OPEN_FAILED_RESOURCE_SHORTAGE,
+    OPEN_SUCCEEDED,
+)
 from ssh_servers import (
     HOST_KEY,
     SHORT_UNLOCK,
@@ -72,6 +76,7 @@ class Liar(paramiko.ServerInterface):
     version: str = DROPBEAR
     keys: Sequence[paramiko.PKey] = (HOST_KEY,)
     window: int | None = None  # bytes that a client may send
+    opens: int = OPEN_SUCCEEDED  # or why it opens no channel
     users: list[str] = field(default_factory=list)  # who tried to log in
     received: list[bytes] = field(default_factory=list)
     transport: Any = None
@@ -97,7 +102,7 @@ class Liar(paramiko.ServerInterface):
 
     def check_channel_request(self, kind: str, chanid: int) -> int:
         self._reach("next channel" if self.received else "channel")
-        return OPEN_SUCCEEDED
+        return self.opens
 
     def check_channel_exec_request(
         self, channel: paramiko.Channel, command: bytes
@@ -436,6 +441,7 @@ def send_big(liar: Liar) -> None:
 
 
 LOST = "not_asked: .*(hung up|lost)"
+SHORT_OF_MEMORY = Liar(opens=OPEN_FAILED_RESOURCE_SHORTAGE)
 ATTACKS = {
     "packet at login": (Liar(moment="login", act=send_big), LOST),
     "packet at the channel": (Liar(moment="channel", act=send_big), LOST),
@@ -443,6 +449,7 @@ ATTACKS = {
     "endless output": (Liar(["x" * (1 << 16)] * (BIG >> 16)), "not_asked: "),
     "silence at login": (Liar(moment="login", act=freeze), LOST),
     "silence at the command": (Liar(moment="exec", act=freeze), LOST),
+    "no channel": (SHORT_OF_MEMORY, "not_asked: the SSH server refused"),
 }
 
 
