@@ -16,8 +16,8 @@ The rules of this file:
 4. The route table says which requests need a token.
 5. Keep I/O in few functions. Only commands use arguments, signals and
    the environment.
-6. Nothing at module level changes. Requests carry `now`; only code that waits, or
-   reports progress, reads the clock.
+6. Nothing at module level changes, except the log's lock. Requests carry `now`; only
+   code that waits, or reports progress, reads the clock.
 """
 
 import sys
@@ -318,6 +318,7 @@ BY_STATUS: Final = {0: (Outcome.ALREADY_OPEN, ""), 126: NO_COMMAND, 127: NO_COMM
 # passphrase, a token, or the text of an exception, which might quote one.
 
 MAX_LOG_LINE: Final = 1000  # characters; less than PIPE_BUF, so a write is atomic
+LOG_LOCK: Final = threading.Lock()  # or several threads would see room for one line
 
 
 def printable(text: str) -> str:
@@ -326,9 +327,10 @@ def printable(text: str) -> str:
 
 def log(text: str) -> None:
     """Write a line, or drop it if writing would block the daemon."""
-    with contextlib.suppress(OSError):  # a broken log must not stop the daemon
+    line = f"{printable(text)[:MAX_LOG_LINE]}\n".encode()
+    with LOG_LOCK, contextlib.suppress(OSError):  # a broken log must not stop us
         if select.select([], [2], [], 0)[1]:
-            os.write(2, f"{printable(text)[:MAX_LOG_LINE]}\n".encode())
+            os.write(2, line)
 
 
 def describe_bug(error: BaseException) -> str:

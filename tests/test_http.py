@@ -1,5 +1,6 @@
 """HTTP beyond test_promises.py: ambiguous requests, crowds, and difficult systems."""
 
+import fcntl
 import select
 import socket
 import struct
@@ -288,3 +289,33 @@ def test_the_default_address_works_on_a_box_without_ipv6(tmp_path: Path) -> None
     settings = {"WAKER_LISTEN": "[::]:0"} | preload(tmp_path, NO_IPV6)
     with daemon(MACHINE | settings) as started:
         assert started.client.call("GET", "/").status == 200
+
+
+# Whoever may write pauses before doing so, as on a busy box.
+SLOW_WRITER = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/select.h>
+#include <unistd.h>
+
+int select(int n, fd_set *in, fd_set *out, fd_set *other, struct timeval *limit)
+{
+    int (*real)(int, fd_set *, fd_set *, fd_set *, struct timeval *);
+    real = dlsym(RTLD_NEXT, "select");
+    int ready = real(n, in, out, other, limit);
+    usleep(100000);
+    return ready;
+}
+"""
+
+
+def test_threads_that_log_at_once_do_not_wait_for_a_reader(tmp_path: Path) -> None:
+    """There is room for four of their lines, which each of them may see."""
+    with daemon(MACHINE | preload(tmp_path, SLOW_WRITER)) as started, ExitStack() as at:
+        assert started.process.stderr
+        fcntl.fcntl(started.process.stderr, fcntl.F_SETPIPE_SZ, 4096)
+        request = b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"x" * 900)
+        crowd = [at.enter_context(knock(started.client, request)) for _ in range(20)]
+        for tcp in crowd:
+            assert select.select([tcp], [], [], 20)[0], "it waits for its log"
+            assert answer_on(tcp).status == 404
