@@ -2017,6 +2017,11 @@ def run_command(arguments: argparse.Namespace, program: Path) -> int:
 def main(argv: Sequence[str]) -> int:
     """Run a command; `argv` is like sys.argv. Return the exit status."""
     arguments = parse_arguments(argv[1:])
+    # Open descriptors 0 to 2 if they are closed: 2 is the log, and must be no client.
+    spare = os.open(os.devnull, os.O_RDWR)
+    while spare <= 2:
+        spare = os.dup(spare)
+    os.close(spare)
     # No secret goes into a core dump. With a limit of 0 instead of 1, the kernel would
     # still pipe one to systemd-coredump. Source: do_coredump in fs/coredump.c.
     with contextlib.suppress(ValueError):  # only root may raise a limit of 0

@@ -4,6 +4,7 @@ import fcntl
 import select
 import socket
 import struct
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -11,13 +12,16 @@ from pathlib import Path
 
 import pytest
 from conftest import (
+    CHECKOUT,
     GET,
     MACHINE,
+    MODULE,
     PIN,
     POST,
     Client,
     answer_on,
     daemon,
+    environment,
     knock,
     need_root,
     places,
@@ -25,6 +29,8 @@ from conftest import (
     running,
     wait_for,
 )
+from conftest import is_open as is_listening
+from homelab import bind
 from machine import Frozen
 from namespaces import hosts, ip
 
@@ -319,3 +325,24 @@ def test_threads_that_log_at_once_do_not_wait_for_a_reader(tmp_path: Path) -> No
         for tcp in crowd:
             assert select.select([tcp], [], [], 20)[0], "it waits for its log"
             assert answer_on(tcp).status == 404
+
+
+def test_no_line_of_the_log_goes_to_a_client() -> None:
+    """Even if whoever starts waker leaves descriptors 0 to 2 to its connections."""
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    client, settings = Client(port), {"WAKER_PIN": PIN, "WAKER_LISTEN": f"[::]:{port}"}
+    command = ["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', *MODULE]
+    variables = environment(MACHINE | settings)
+    with subprocess.Popen(command, cwd=CHECKOUT, env=variables) as process:
+        try:
+            wait_for(lambda: is_listening("127.0.0.1", port))
+            with ExitStack() as crowd:
+                waiting = [crowd.enter_context(knock(client, GET)) for _ in range(3)]
+                assert client.call("GET", "/x").status == 404  # which is logged
+                for tcp in waiting:
+                    tcp.sendall(b"\r\n")
+                    assert answer_on(tcp).status == 200
+        finally:
+            process.terminate()
+    assert process.returncode == 0
