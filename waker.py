@@ -1605,6 +1605,9 @@ def read_request(
 
     A body that is too long stays unread.
     """
+    if not re.match(TCHAR, data):  # no method begins so: do not wait for more
+        looks = "https://" if data[:1] == b"\x16" else "another protocol"
+        raise Fault(400, f"This looks like {looks}; use http://")
     while b"\r\n\r\n" not in data[:MAX_HEAD]:
         if len(data) >= MAX_HEAD:
             raise Fault(431, f"The head must have at most {MAX_HEAD} bytes")

@@ -131,6 +131,25 @@ def test_no_request_costs_more_time_than_its_length(data: bytes) -> None:
     assert time.thread_time() < began + 0.1  # seconds; most take 0.001
 
 
+FIRST_BYTES = {
+    "TLS": (b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03", "https://"),
+    "SOCKS": (b"\x05\x01\0", "another protocol"),
+}
+
+
+@pytest.mark.parametrize(("data", "seen"), FIRST_BYTES.values(), ids=[*FIRST_BYTES])
+def test_what_is_no_http_is_refused_at_once(data: bytes, seen: str) -> None:
+    """Or whoever types https:// by mistake would wait ten seconds."""
+    with daemon(MACHINE) as started:
+        began = time.monotonic()
+        with knock(started.client, data) as tcp:
+            assert answer_on(tcp).status == 400
+        assert time.monotonic() < began + 5
+        started.stop()
+    line = f"ip=127.0.0.1 refused a request: 400 This looks like {seen}"
+    assert started.log[1].startswith(line)
+
+
 # ---- The end of a connection ---------------------------------------------------------
 
 
