@@ -135,8 +135,10 @@ def parse_host_keys(text: str) -> tuple[HostKey, ...]:
     # A key of an unknown type must not pass as a comment on another.
     if len(pairs) != len(re.findall(r"\bAAAA", text)) or (text and not pairs):
         raise ValueError
-    # Two keys need a comma between them: the second must not pass as a comment.
-    if re.search(r"@(revoked|cert-authority)|AAAA[^,]*\sAAAA", text):
+    # Two keys need a comma between them: the second must not pass as a comment. With a
+    # NUL, the text could not be passed on to the process that unlocks.
+    refused = r"@(revoked|cert-authority)|AAAA[^,]*\sAAAA|[\0-\x08\x0e-\x1f\x7f-\x9f]"
+    if re.search(refused, text):
         raise ValueError
     keys: list[HostKey] = []
     for kind, encoded in pairs:

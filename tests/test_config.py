@@ -85,6 +85,8 @@ WRONG = {
     "revoked key as second": ("SSH_HOST_KEY", f"{KEY} x,@revoked a,b {KEY}"),
     "authority's key": ("SSH_HOST_KEY", f"@cert-authority * {KEY}"),
     "key of another type": ("SSH_HOST_KEY", f"ecdsa-sha2-nistp384 {NISTP256}"),
+    "NUL in a comment": ("SSH_HOST_KEY", f"{KEY} old\0box"),
+    "control character in a comment": ("SSH_HOST_KEY", f"{KEY} old\x1b[31mbox"),
     "SSH key with a tilde": ("SSH_KEY", "~/.ssh/id_ed25519"),
 }
 
