@@ -168,7 +168,8 @@ def shown_path(path: Path) -> Path:
 
     For a missing one, it passes a single newline.
     """
-    return Path("/etc/waker", path.name) if "credentials" in path.parts else path
+    is_passed = path.match("credentials/*.service/*")
+    return Path("/etc/waker", path.name) if is_passed else path
 
 
 class Config(NamedTuple):
@@ -1994,7 +1995,7 @@ def run_command(arguments: argparse.Namespace, program: Path) -> int:
     """Read the settings and run a command. Raises: ConfigError."""
     ours = {n: v for n, v in os.environ.items() if n.startswith("WAKER_")}
     file = arguments.env_file or (None if ours else Path(ENV_FILE))
-    folder = file.resolve().parent if file else Path.cwd()
+    folder = file.absolute().parent if file else Path.cwd()
     values = (read_env_file(file) if file else {}) | ours
     if values.pop("WAKER_INITRD", None) is not None:
         log("WAKER_INITRD has no effect since waker 3; delete it")

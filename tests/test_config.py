@@ -144,6 +144,13 @@ def test_a_missing_credential_is_sought_where_the_user_put_it(box: Box) -> None:
     assert re.match("/etc/waker/waker.env is missing.*example", str(error.value))
 
 
+def test_only_what_systemd_passes_is_sought_elsewhere(box: Box) -> None:
+    """Not a file in a folder of one's own that has such a name."""
+    box.folder /= "credentials/waker"
+    mistake = box.mistake(SSH_KEY="ssh_key")
+    assert mistake.startswith(f"WAKER_SSH_KEY {box.folder}/ssh_key is missing")
+
+
 # ---- The file ------------------------------------------------------------------------
 
 
@@ -184,6 +191,18 @@ def test_each_line_that_could_be_misread_is_refused_by_number_and_not_quoted(
     found = re.findall(rf"(?m)^{file}, line (\d+) must be WAKER_NAME", str(error.value))
     assert found == ["2", "4"]
     assert "secret" not in str(error.value)
+
+
+def test_a_relative_path_starts_at_the_files_folder_even_if_the_file_is_a_link(
+    tmp_path: Path,
+) -> None:
+    file, link = tmp_path / "settings", tmp_path / "etc/waker.env"
+    values = MACHINE | {"WAKER_PIN": PIN, "WAKER_SSH_HOST_KEY": KEY}
+    file.write_text("".join(f"{name}={value}\n" for name, value in values.items()))
+    link.parent.mkdir()
+    link.symlink_to(file)
+    ended = run_waker("check", "--env-file", str(link))
+    assert ended.stderr.startswith(f"WAKER_SSH_KEY {link.parent}/ssh_key is missing")
 
 
 def test_with_any_setting_the_usual_file_is_not_read() -> None:
