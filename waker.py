@@ -1746,7 +1746,8 @@ class Server(ThreadingHTTPServer):
         try:
             tcp, address = self.socket.accept()
         except Exception as error:
-            time.sleep(0.05)  # seconds, or it would spin while descriptors are short
+            self.make_room()  # descriptors may be short
+            time.sleep(0.02)  # seconds, or it would spin until one is free
             raise OSError from error  # any other would end the serving thread
         # An IPv4-mapped address counts as IPv4; a link-local one keeps its scope ID.
         return tcp, (address[0].removeprefix("::ffff:"), address[1])

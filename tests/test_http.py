@@ -23,6 +23,7 @@ from conftest import (
     daemon,
     environment,
     knock,
+    need,
     need_root,
     places,
     preload,
@@ -275,6 +276,16 @@ def test_an_ipv6_network_counts_as_one_client(come: Come) -> None:
 
 
 # ---- A difficult system --------------------------------------------------------------
+
+
+def test_few_descriptors_do_not_let_one_address_keep_others_out(come: Come) -> None:
+    """There are fewer than places, as after `ulimit -n 64`."""
+    with daemon(MACHINE, need("prlimit"), "--nofile=64") as started:
+        come(started.client, ["127.0.0.1"] * 100)
+        began = time.monotonic()
+        with knock(started.client, GET + b"\r\n", "127.0.0.9") as owner:
+            assert answer_on(owner).status == 200
+        assert time.monotonic() < began + 5  # the others have their ten seconds
 
 
 def test_it_starts_when_no_name_can_be_resolved(tmp_path: Path) -> None:
