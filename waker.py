@@ -1627,7 +1627,11 @@ def read_request(
         body += receive()
     # The client is the last X-Forwarded-For address that is not a trusted proxy.
     client = peer
-    hops = fields.get("x-forwarded-for", "").rsplit(",", 16)
+    forwarded = fields.get("x-forwarded-for", "")
+    hops = forwarded.rsplit(",", 16)
+    # Behind an unknown proxy, all clients share one limit. Log no look at the status.
+    if forwarded and peer not in proxies and "authorization" not in fields:
+        log(f"ip={peer} sends X-Forwarded-For, but is not in WAKER_TRUSTED_PROXY")
     with contextlib.suppress(ValueError):  # not an address: stop here
         while hops and client in proxies:
             client = plain_address(hops.pop().strip(" \t"))

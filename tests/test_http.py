@@ -108,6 +108,19 @@ def test_the_client_is_the_last_that_is_no_proxy(forwarded: str, client: str) ->
     assert read(data).client == client
 
 
+@pytest.mark.parametrize("proxies", ["", "127.0.0.1"], ids=["unknown", "trusted"])
+def test_a_proxy_that_is_not_trusted_is_named(proxies: str) -> None:
+    """As one in a container whose address has changed. But not at each status."""
+    with daemon(MACHINE | {"WAKER_TRUSTED_PROXY": proxies}) as started:
+        client, forwarded = started.client.log_in(), {"X-Forwarded-For": "192.0.2.7"}
+        client.call("GET", "/api/status", None, forwarded)
+        Client(client.port).attempt("wrong PIN", forwarded)
+        started.stop()
+    named = [line for line in started.log if "WAKER_TRUSTED_PROXY" in line]
+    assert len(named) == (not proxies)
+    assert all(line.startswith("ip=127.0.0.1 sends X-Forw") for line in named)
+
+
 @pytest.mark.timeout(60)  # an exponential pattern would take years
 @pytest.mark.parametrize(
     "data",
