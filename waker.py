@@ -30,6 +30,7 @@ import base64
 import contextlib
 import enum
 import errno
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -352,12 +353,12 @@ def describe_bug(error: BaseException) -> str:
 # connecting to its two ports, within a second.
 
 PROBE_SECONDS: Final = 0.4  # for each port to answer: a LAN takes milliseconds
+LIMITED: Final = IPv4Address("255.255.255.255")  # has no route, and crosses no router
 
 
 def find_source(config: Config, *, on_link: bool = False) -> str:
     """Return the address that the magic packet leaves from. Raises: OSError."""
-    limited = str(config.broadcast) == "255.255.255.255"  # which has no route
-    toward = config.host if limited else str(config.broadcast)
+    toward = config.host if config.broadcast == LIMITED else str(config.broadcast)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_DONTROUTE, on_link)
@@ -893,8 +894,7 @@ def read_env_file(path: Path) -> dict[str, str]:
 def find_conflicts(parsed: Mapping[str, Any]) -> Iterator[str]:
     """Report a bad key file, and settings that are valid alone but conflict."""
     host = str(parsed.get("WAKER_HOMELAB_HOST"))
-    broadcast = str(parsed.get("WAKER_HOMELAB_BROADCAST"))
-    if broadcast == "255.255.255.255" and ":" in host:
+    if parsed.get("WAKER_HOMELAB_BROADCAST") == LIMITED and ":" in host:
         yield "WAKER_HOMELAB_BROADCAST must be set: WAKER_HOMELAB_HOST is IPv6"
     if parsed.get("WAKER_SSH_HOST_KEY") and "WAKER_SSH_KEY" in parsed:
         problem = find_key_problem(parsed["WAKER_SSH_KEY"])
@@ -1807,7 +1807,26 @@ OK: Final = "ok"
 WRONG: Final = "WRONG"
 HINT: Final = "-"  # harmless, or unknown for now
 CHECK_SECONDS: Final = 20  # for key exchange and login: slow boxes take two to four
+SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
+IFF_BROADCAST: Final = 0x2  # linux/if.h
+IFF_LOOPBACK: Final = 0x8
 Finding = tuple[str, str, str]  # subject, what was found and how to fix it, verdict
+
+
+def find_tunnel(address: str) -> str:
+    """Return the interface with this address if it cannot broadcast, or ""."""
+    family = socket.AF_INET.to_bytes(2, sys.byteorder)
+    wanted = family + bytes(2) + socket.inet_aton(address)  # Source: netdevice(7)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        for _, name in socket.if_nameindex():
+            request = os.fsencode(name).ljust(16, b"\0") + wanted.ljust(24, b"\0")
+            with contextlib.suppress(OSError):  # it has no address, or has gone
+                found = fcntl.ioctl(udp, SIOCGIFADDR, request)
+                flags = int(Path("/sys/class/net", name, "flags").read_text(), 16)
+                can_broadcast = flags & (IFF_BROADCAST | IFF_LOOPBACK)
+                if found[16:24] == wanted and not can_broadcast:
+                    return name
+    return ""
 
 
 def check_box(config: Config, file: Path | None) -> Iterator[Finding]:
@@ -1829,7 +1848,14 @@ def check_box(config: Config, file: Path | None) -> Iterator[Finding]:
         else:
             yield "web port", f"WAKER_LISTEN: {error.strerror}", WRONG
     try:
-        route = f"would leave from {find_source(config)} to {config.broadcast}"
+        source = find_source(config)
+        route = f"would leave from {source} to {config.broadcast}"
+        tunnel = find_tunnel(source)
+        if tunnel and config.broadcast == LIMITED:
+            problem = f"{tunnel} cannot broadcast (a VPN?). Correct the route to the"
+            problem += " server, or set WAKER_HOMELAB_BROADCAST, to 192.168.1.255, say"
+            yield "magic packet", f"{route}; {problem}", WRONG
+            return
         try:
             find_source(config, on_link=True)
             yield "magic packet", route, OK

@@ -8,7 +8,7 @@ import pytest
 from conftest import CHECKOUT, MACHINE, MODULE, PIN, environment, need
 from homelab import bind, public_line
 from machine import Machine
-from namespaces import Home, udp_packets
+from namespaces import IFF_TUN, Home, ip, udp_packets
 from ssh_servers import HOST_KEY
 
 BASE = MACHINE | {"WAKER_PIN": PIN, "WAKER_LISTEN": "127.0.0.1:0"}
@@ -128,6 +128,23 @@ def test_the_packets_route_is_shown_and_nothing_is_sent(home: Home) -> None:
             assert re.match(seen, table["magic packet"])
             assert "MAC address" not in table
         assert udp_packets(at_machine) == udp_packets(at_provider) == []
+
+
+def test_a_tunnel_cannot_broadcast(home: Home) -> None:
+    """As Tailscale's or WireGuard's, if it has a route to the server."""
+    router, _, _ = home
+    limited, directed = "255.255.255.255", "10.8.0.255"
+    with router.plug_in(IFF_TUN, "tun0", "10.8.0.2/24"):
+        ip(f"-n {router.name} address add 10.9.0.2/24 dev tun0")
+        for host, broadcast, seen in (
+            ("10.8.0.9", limited, "WRONG .* from 10.8.0.2 .*tun0.*cannot broadcast"),
+            ("10.9.0.9", limited, "WRONG .* from 10.9.0.2 .*tun0.*BROADCAST"),
+            ("10.8.0.9", directed, "ok .* from 10.8.0.2 "),
+            ("192.168.77.20", limited, "ok .* from 192.168.77.1 "),
+        ):
+            where = {"WAKER_HOMELAB_HOST": host, "WAKER_HOMELAB_BROADCAST": broadcast}
+            table = run(BASE | where, *router.command(), *MODULE)
+            assert re.match(seen, table["magic packet"])
 
 
 def test_a_private_key_is_checked_even_if_no_host_key_is_pinned(tmp_path: Path) -> None:
