@@ -1806,6 +1806,7 @@ class Server(ThreadingHTTPServer):
 OK: Final = "ok"
 WRONG: Final = "WRONG"
 HINT: Final = "-"  # harmless, or unknown for now
+LOUD_HINT: Final = "LOOK"  # right on some servers, but only the owner knows
 CHECK_SECONDS: Final = 20  # for key exchange and login: slow boxes take two to four
 SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
 IFF_BROADCAST: Final = 0x2  # linux/if.h
@@ -1871,8 +1872,10 @@ def check_ports_and_mac(config: Config) -> Iterator[Finding]:
     """Check what each port says, and compare the MAC address with ARP."""
     mac = config.mac.hex(":")
     ports = {"initrd's port": config.initrd_port, "system's port": config.system_port}
+    is_answered = False
     for subject, port in ports.items():
         state, banner = probe_port(config.host, port, banner=True)
+        is_answered |= state in (PortState.OPEN, PortState.CLOSED)
         text, verdict = f"{config.host}, port {port} {state.value}", HINT
         if state is PortState.OPEN:
             text, verdict = f"{text}; it says {banner or 'nothing'}", OK
@@ -1886,8 +1889,10 @@ def check_ports_and_mac(config: Config) -> Iterator[Finding]:
     if found and found[1] == mac:
         yield "MAC address", f"{mac}, as in this box's ARP table", OK
     elif found and found[1] != "00:00:00:00:00:00":
-        hint = f"{config.host} has {found[1]} according to ARP, not {mac};"
-        yield "MAC address", f"{hint} compare with `ip link` on the server", HINT
+        hint = f"{config.host} has {found[1]} according to ARP, not {mac}. If the"
+        hint += " server is off, another device has its address: give each its own. If"
+        hint += " it is on, take the MAC of the card that wakes it from `ip link` there"
+        yield "MAC address", hint, LOUD_HINT if is_answered else HINT
 
 
 def check_unlocking(config: Config) -> Iterator[Finding]:

@@ -147,6 +147,21 @@ def test_a_tunnel_cannot_broadcast(home: Home) -> None:
             assert re.match(seen, table["magic packet"])
 
 
+def test_a_stranger_that_answers_in_the_servers_place_is_not_overlooked(
+    home: Home,
+) -> None:
+    """But is not wrong: a server may have two cards."""
+    router, machine, _ = home
+    seen = "02:00:00:00:00:20"
+    ip(f"-n {machine.name} link set eth0 address {seen}")
+    ip(f"-n {router.name} neighbour add 192.168.77.30 lladdr {seen} dev lan")
+    for host, verdict in (("192.168.77.20", "LOOK"), ("192.168.77.30", "-")):
+        where = {"WAKER_HOMELAB_HOST": host}
+        table = run(BASE | where, *router.command(), *MODULE)
+        words = f"{verdict} {host} has {seen} .*{BASE['WAKER_HOMELAB_MAC']}.*address"
+        assert re.match(words, table["MAC address"])
+
+
 def test_a_private_key_is_checked_even_if_no_host_key_is_pinned(tmp_path: Path) -> None:
     file = tmp_path / "ssh_key"
     command = [need("ssh-keygen"), "-q", "-t", "ed25519", "-N", "secret", "-f"]
