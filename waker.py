@@ -164,11 +164,15 @@ def plain_address(text: str) -> str:
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
-def shown_path(path: Path) -> Path:
-    """Return where the user keeps a file of which systemd passes a copy.
+# The unit has systemd pass a single newline for a missing file.
+NOT_PASSED: Final = (
+    "is missing or empty, or systemd did not pass it on; run `sudo waker check`, and if"
+    " that finds it, `systemctl cat waker` shows why"
+)
 
-    For a missing one, it passes a single newline.
-    """
+
+def shown_path(path: Path) -> Path:
+    """Return where the user keeps a file of which systemd passes a copy."""
     is_passed = path.match("credentials/*.service/*")
     return Path("/etc/waker", path.name) if is_passed else path
 
@@ -873,7 +877,8 @@ def read_env_file(path: Path) -> dict[str, str]:
     except OSError as error:
         raise ConfigError(f"{shown}: {error.strerror}; {fix}") from None
     if not text.strip():
-        raise ConfigError(f"{shown} is missing or empty; {fix}")
+        problem = f"is empty; {fix}" if shown == path else NOT_PASSED
+        raise ConfigError(f"{shown} {problem}")
     values: dict[str, str] = {}
     mistakes: list[str] = []
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):

@@ -125,7 +125,7 @@ def test_waker_is_a_sandboxed_systemd_service(
     assert report.count(" has no value") == 3
     box.run("rm /etc/waker/waker.env")
     (line,) = box.fail_to_start()
-    assert line.startswith("/etc/waker/waker.env is missing or empty; copy")
+    assert line.startswith("/etc/waker/waker.env is missing or empty, or systemd")
     settings = machine.settings() | {"WAKER_PIN": PIN}
     for name in ("WAKER_SSH_KEY", "WAKER_HOMELAB_BROADCAST"):
         del settings[name]
