@@ -583,7 +583,10 @@ def find_key_problem(path: Path) -> str:
     shown = shown_path(path)
     remedy = f"make it with: ssh-keygen -t ed25519 -N '' -f {shown}"
     try:
-        if "PRIVATE KEY" not in path.read_text("latin-1"):
+        text = path.read_text("latin-1")
+        if shown != path and not text.strip():
+            return f"{shown} {NOT_PASSED}"
+        if "PRIVATE KEY" not in text:
             return f"{shown} is not a private key; {remedy}"
         if path.stat().st_mode & 0o007:
             return f"{shown} is open to others; run: chmod 600 {shown}"

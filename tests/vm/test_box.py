@@ -132,7 +132,7 @@ def test_waker_is_a_sandboxed_systemd_service(
     box.settle(settings)
     _, line = box.fail_to_start()
     assert line.startswith(
-        "WAKER_SSH_KEY /etc/waker/ssh_key is not a private key; make"
+        "WAKER_SSH_KEY /etc/waker/ssh_key is missing or empty, or systemd"
     )
 
     # When all are there, it works, in a sandbox, and logs no secret.
