@@ -357,6 +357,7 @@ def describe_bug(error: BaseException) -> str:
 # connecting to its two ports, within a second.
 
 PROBE_SECONDS: Final = 0.4  # for each port to answer: a LAN takes milliseconds
+SYSTEM_SECONDS: Final = 8  # between checks of the system's port
 LIMITED: Final = IPv4Address("255.255.255.255")  # has no route, and crosses no router
 
 
@@ -445,13 +446,21 @@ def probe_port(host: str, port: int, *, banner: bool = False) -> tuple[PortState
     return PortState.OPEN, line.decode("latin-1").strip() if end else ""
 
 
-def check_ports(config: Config) -> PortStates:
-    """Check both ports; on a shared port, dropbear means the initrd."""
+def check_ports(config: Config, known: PortStates | None = None) -> PortStates:
+    """Check both ports; on a shared port, dropbear means the initrd.
+
+    If nothing has changed that can be seen without the system's port, leave that alone,
+    and return what is known.
+    """
     host = config.host
     if config.initrd_port != config.system_port:
         initrd, _ = probe_port(host, config.initrd_port)
+        if known and initrd is known.initrd:
+            return known
         system, _ = probe_port(host, config.system_port)
         return PortStates(initrd, system)
+    if known and known.system is PortState.OPEN:
+        return known
     state, banner = probe_port(host, config.system_port, banner=True)
     if not banner:  # not open, or SSH is not up yet
         state = PortState.CLOSED if state is PortState.OPEN else state
@@ -462,20 +471,34 @@ def check_ports(config: Config) -> PortStates:
 
 
 class Watcher:
-    """Checks the ports at most once a second and shares the result."""
+    """Checks the ports at most once a second, and shares the result.
+
+    It checks the system's port less often: a firewall such as `ufw limit` refuses the
+    sixth connection within 30 s, and the owner's own SSH needs one.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._lock = threading.Lock()
         self._checked = -math.inf  # `now` of the last check, in monotonic seconds
+        self._system_checked = -math.inf  # and of the last one of the system's port
         self._states = PortStates(PortState.UNKNOWN, PortState.UNKNOWN)
 
-    def check(self, now: float) -> PortStates:
-        """Return a result that is at most a second old."""
+    def check(self, now: float, *, is_for_show: bool = False) -> PortStates:
+        """Return the states. "The system is open" is at most a second old.
+
+        For the status, which acts on nothing, that may be older.
+        """
         with self._lock:
-            if now >= self._checked + 1:  # OpenSSH 9.8 penalises frequent connections
-                self._states = check_ports(self._config)
+            is_open = self._states.system is PortState.OPEN
+            limit = 1 if is_open and not is_for_show else SYSTEM_SECONDS
+            is_due = now >= self._system_checked + limit
+            if is_due or now >= self._checked + 1:
+                known = None if is_due else self._states
+                self._states = check_ports(self._config, known)
                 self._checked = now
+                if self._states is not known:
+                    self._system_checked = now
             return self._states
 
 
@@ -1454,7 +1477,7 @@ def succeed(request: Request, message: str) -> Response:
 
 
 def status_members(app: App, now: float) -> dict[str, object]:
-    ports = app.watcher.check(now)
+    ports = app.watcher.check(now, is_for_show=True)
     start = app.starter.members(now, ports)
     return {"name": app.config.name, **ports.members(), **start}
 

@@ -372,6 +372,7 @@ class Daemon:
 # A limit that takes minutes, as it stands in waker.py. A test may shorten it in a copy.
 LIMITS = {
     "packet_port": "packet_port: int = 9",
+    "system_seconds": "SYSTEM_SECONDS: Final = 8",
     "packet_seconds": "PACKET_SECONDS: Final = 10",
     "retry_seconds": "RETRY_SECONDS: Final = 5",
     "prompt_seconds": "READY_SECONDS: Final = 120",

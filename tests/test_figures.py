@@ -9,6 +9,7 @@ import pytest
 import waker
 
 FIGURES = {
+    "SYSTEM_SECONDS": 8,
     "PACKET_SECONDS": 10,
     "RETRY_SECONDS": 5,
     "READY_SECONDS": 120,

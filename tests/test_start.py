@@ -251,7 +251,7 @@ class Scripted(waker.Watcher):
 
     states: list[waker.PortStates]
 
-    def check(self, now: float) -> waker.PortStates:
+    def check(self, now: float, *, is_for_show: bool = False) -> waker.PortStates:
         return self.states.pop(0)
 
 

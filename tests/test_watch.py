@@ -7,12 +7,14 @@ import contextlib
 import json
 import socket
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import CHECKOUT, MODULE, environment, wait_for
-from homelab import DROPBEAR
+from conftest import CHECKOUT, MODULE, daemon, environment, shortened, wait_for
+from homelab import DROPBEAR, bind
+from machine import CLOSED, OPEN, Machine
 from namespaces import Home, ip
 from ssh_servers import free_port, tcp_server
 
@@ -86,3 +88,74 @@ def test_only_a_real_connection_means_an_open_port(home: Home) -> None:
     # On a busy computer, the error may be missed; the next probe has one again.
     _, (seen, _) = wait_for(take_error, lambda taken: taken[0])
     assert seen is waker.PortState.UNKNOWN
+
+
+# ---- A firewall that limits connections, such as `ufw limit` -------------------------
+
+
+def test_the_status_looks_at_an_open_system_every_8_s(machine: Machine) -> None:
+    """The owner's own SSH needs one of six connections in 30 s."""
+    machine.show(CLOSED)
+    with bind("127.0.0.1", 0) as system:
+        system.listen(99)
+        settings = machine.settings(SYSTEM_SSH_PORT=str(system.getsockname()[1]))
+        with daemon(settings) as started:
+            client, began = started.client.log_in(), time.monotonic()
+            while time.monotonic() < began + 3:
+                assert client.status()["state"] == "up"
+        system.setblocking(False)
+        system.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            system.accept()
+
+
+def test_a_system_that_has_gone_is_seen_at_once_if_its_initrd_is_back(
+    machine: Machine,
+) -> None:
+    """As after kexec, which no look at the system's port would show for 8 s."""
+    with daemon(machine.show(CLOSED, OPEN).settings()) as started:
+        client = started.client.log_in()
+        assert client.status()["state"] == "up"
+        machine.show(OPEN, CLOSED)
+        wait_for(client.status, lambda now: now["state"] == "locked", seconds=4)
+
+
+def test_nobody_is_told_that_a_system_is_up_by_an_old_look(machine: Machine) -> None:
+    """The status may show it, but an unlock looks again."""
+    machine.make_keys()
+    with machine.show(CLOSED, OPEN).waker() as started:
+        client = started.client.log_in()
+        began = time.monotonic()
+        machine.show(CLOSED, CLOSED)
+        wait_for(lambda: time.monotonic() > began + 1.2)
+        assert client.status()["state"] == "up"
+        answer = client.unlock()
+    assert answer.status == 500
+    assert "not sent" in answer.error
+
+
+def count_syns(capture: socket.socket, port: int, seconds: float) -> int:
+    """Count the connections to a port that are tried in that time."""
+    count, ends = 0, time.monotonic() + seconds
+    while time.monotonic() < ends:
+        with contextlib.suppress(TimeoutError):
+            packet = capture.recv(2048)
+            is_tcp = packet[:1] == b"\x45" and packet[9] == socket.IPPROTO_TCP
+            is_there = int.from_bytes(packet[22:24], "big") == port
+            count += is_tcp and is_there and packet[33] == 2  # SYN alone
+    return count
+
+
+def test_a_start_does_not_use_up_what_a_firewall_allows(
+    home: Home, machine: Machine
+) -> None:
+    """Or it would itself keep the system that it waits for from answering."""
+    router, server, _ = home
+    machine.make_keys()
+    where = {"HOMELAB_HOST": "192.168.77.20", "HOMELAB_BROADCAST": ""}
+    settings, host = machine.settings(**where), router.command()
+    program = shortened(machine.folder, system_seconds=2)
+    with server.capture() as packets, daemon(settings, *host, program=program) as it:
+        router.run(lambda: it.client.log_in().start())
+        tried = count_syns(packets, machine.system_port, 7)
+    assert 2 <= tried <= 5
