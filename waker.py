@@ -335,10 +335,10 @@ def printable(text: str) -> str:
 
 def log(text: str) -> None:
     """Write a line, or drop it if writing would block the daemon."""
-    line = f"{printable(text)[:MAX_LOG_LINE]}\n".encode()
-    with LOG_LOCK, contextlib.suppress(OSError):  # a broken log must not stop us
+    # A broken log must not stop the daemon, and neither must a lack of memory.
+    with LOG_LOCK, contextlib.suppress(OSError, MemoryError):
         if select.select([], [2], [], 0)[1]:
-            os.write(2, line)
+            os.write(2, f"{printable(text)[:MAX_LOG_LINE]}\n".encode())
 
 
 def describe_bug(error: BaseException) -> str:
@@ -379,8 +379,10 @@ def wake(config: Config) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
         udp.bind((source, 0))
-        for _ in range(3):  # UDP loses some
-            udp.sendto(packet, (str(config.broadcast), config.packet_port))
+        udp.sendto(packet, (str(config.broadcast), config.packet_port))
+        with contextlib.suppress(OSError):  # one has left
+            for _ in range(2):  # UDP loses some
+                udp.sendto(packet, (str(config.broadcast), config.packet_port))
     return f"Magic packet sent to {config.mac.hex(':')} from {source}"
 
 
@@ -587,7 +589,7 @@ def verify(transport: "Transport", config: Config) -> None:
         raise UnlockError(Outcome.NOT_ASKED, f"{detail} with paramiko") from None
     is_shared = config.initrd_port == config.system_port
     if is_shared and "dropbear" not in transport.remote_version:
-        raise UnlockError(Outcome.UP)
+        raise UnlockError(Outcome.UP, "")
     seen = fingerprint(key.asbytes())
     if not config.host_keys:
         detail = f"the host key {seen} is not pinned. If it is your server's, set"
@@ -648,9 +650,7 @@ def log_in(transport: "Transport", config: Config) -> None:
         raise UnlockError(Outcome.KEY_REFUSED, detail)
 
 
-def read_lines(
-    channel: "Channel", passphrase: Passphrase, until: float
-) -> Iterator[tuple[Line, str]]:
+def read_lines(channel: "Channel", until: float) -> Iterator[tuple[Line, str]]:
     """Yield what the command says, with the disk or error that it names.
 
     End when there is no more output, or at `until` (monotonic seconds).
@@ -674,7 +674,7 @@ def read_lines(
             for kind in Line:
                 found = re.search(kind.value, text)
                 if found:
-                    yield kind, passphrase.hide("".join(found.groups()))
+                    yield kind, "".join(found.groups())
                     break
 
 
@@ -704,12 +704,12 @@ def wait_for_prompt(
         channel.exec_command(COMMAND)
     except ANY_ERROR:
         raise UnlockError(*(LOST if is_lost(transport) else ending)) from None
-    for line, name in read_lines(channel, passphrase, until):
+    for line, name in read_lines(channel, until):
         if line is Line.ASKS:
             return channel, name
         if line in UNSENT_ENDINGS:
             outcome, words = UNSENT_ENDINGS[line]
-            raise UnlockError(outcome, words + name)
+            raise UnlockError(outcome, words + passphrase.hide(name))
     raise UnlockError(*explain_end(channel))
 
 
@@ -737,7 +737,7 @@ def answer(
     with contextlib.suppress(ANY_ERROR):  # the command may have ended already
         channel.shutdown_write()
     hint = None
-    for line, name in read_lines(channel, passphrase, until):
+    for line, name in read_lines(channel, until):
         if line is Line.WARNED:
             hint = MAY_GIVE_UP
         elif line is not Line.OPENED or name == disk:
@@ -770,7 +770,7 @@ def answer_disks(
     opened: list[str] = []  # disks
     seconds = PROMPT_SECONDS
     while True:
-        listed = passphrase.hide(", ".join(opened), 600)
+        listed = passphrase.hide(", ".join(map(passphrase.hide, opened)), 600)
         try:
             until = min(deadline, time.monotonic() + seconds)
             channel, disk = wait_for_prompt(transport, passphrase, until)
@@ -778,13 +778,12 @@ def answer_disks(
             if not opened:
                 raise
             return conclude(Outcome.UNLOCKED, listed, sent=True)
-        # Never answer a disk twice.
-        if disk in opened or len(opened) == MAX_DISKS:
-            ending = explain_verdict(Line.ASKS, disk, listed, transport)
-            return conclude(*ending, sent=True)
-        verdict, hint = answer(channel, passphrase, disk, deadline)
+        said: tuple[Line | None, str | None] = Line.ASKS, None
+        if disk not in opened and len(opened) < MAX_DISKS:  # never answer a disk twice
+            said = answer(channel, passphrase, disk, deadline)
+        verdict, hint = said
         if verdict is not Line.OPENED:
-            ending = explain_verdict(verdict, disk, listed, transport)
+            ending = explain_verdict(verdict, passphrase.hide(disk), listed, transport)
             return conclude(*ending, sent=True, hint=hint)
         opened.append(disk)
         # Dropbear may end a channel that is opened before the last one has ended.
@@ -977,6 +976,8 @@ STILL_LOCKED: Final = (
     "The initrd is still running: it may still be checking the passphrase, or the"
     " passphrase was wrong."
 )
+CONNECTING: Final = "Connecting to the initrd"
+NOTHING_ASKS: Final = NOT_READY, NO_PROMPT[1]  # though SSH answers
 NEVER_ASKS: Final = (
     "It may never ask again by itself: look at the server's screen, and restart it."
 )
@@ -1004,14 +1005,14 @@ class Start:
     def __init__(self, passphrase: Passphrase, began: float, *, waits: bool) -> None:
         self._lock = threading.Lock()
         self._passphrase: Passphrase | None = passphrase  # until it is not needed
-        self._child: Popen[bytes] | None = None  # the last one
+        self.child: Popen[bytes] | None = None  # the last process that unlocks
         self.waits = waits
         self.began = began  # monotonic seconds, as is the next
         self.ended = math.inf  # while it runs
         self.phase = Phase.WAKING if waits else Phase.UNLOCKING
         self.result: Result | None = None  # of the unlock
         self.outcome: Outcome | None = None  # until something is known
-        self.message = "Looking for the server"
+        self.message = "Looking for the server" if waits else CONNECTING
         self.times = {self.phase.value: 0}  # seconds from the start to each phase
         self.woke = False  # a magic packet was sent
         self.cancelled = threading.Event()
@@ -1033,7 +1034,7 @@ class Start:
             if self.phase is Phase.ENDED:
                 return
             is_news = (phase, text) != (self.phase, self.message)
-            self.phase, self.message, self.outcome = phase, text, outcome
+            self.outcome, self.message, self.phase = outcome, text, phase
             now = time.monotonic()
             self.times.setdefault(self.word(), int(now - self.began))
             if phase is Phase.ENDED:
@@ -1044,34 +1045,40 @@ class Start:
     def conclude(self, result: Result) -> None:
         """Show how the unlock ended, and forget the passphrase."""
         self._passphrase = None
-        self.result = result
+        self.result = self.result or result
         phase = Phase.BOOTING if result.outcome in HOPEFUL else Phase.ENDED
         self.show(phase, result.message, result.outcome)
         self.unlocked.set()
 
     def cancel(self) -> None:
-        """Send nothing, or stop watching. A process about to send ignores SIGTERM."""
+        """Send nothing any more, and stop watching.
+
+        A process that begins later is given no passphrase. One that runs is ended by
+        SIGTERM, unless it is about to send: from then on, it ignores that.
+        """
         self.cancelled.set()
-        if self._child:
-            self._child.terminate()
+        if self.child:
+            self.child.terminate()
 
     def unlock(self, command: Sequence[str], environment: Mapping[str, str]) -> Result:
         """Run the process that unlocks, to its end."""
-        import subprocess
-
         try:
+            import subprocess
+
             # It inherits blocked signals, which thus wait until it is ready for them.
             # In its own session, it gets none from a terminal.
-            self._child = child = subprocess.Popen(
+            self.child = child = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment,
                 start_new_session=True,
             )
-        except OSError as error:
-            reason = f"the unlocking process cannot start: {error.strerror}"
-            return conclude(Outcome.ERROR, reason)
+        except (OSError, MemoryError) as error:
+            reason = getattr(error, "strerror", "there is not enough memory")
+            return conclude(
+                Outcome.ERROR, f"the unlocking process cannot start: {reason}"
+            )
         with child:  # waits for its end
             report = self._talk(child)
         is_sent = self.sent.is_set()
@@ -1185,12 +1192,12 @@ class Starter:
             if start.cancelled.wait(1):  # second
                 return conclude(Outcome.CANCELLED)
 
-    def _unlock(self, start: Start) -> Result:
+    def _wake_and_unlock(self, start: Start) -> Result:
         """Wake and unlock; try again while no disk asks."""
         deadline = time.monotonic() + START_SECONDS
-        message = "Connecting to the initrd"
+        message = CONNECTING
         while True:
-            ended = self._wait_for_initrd(start, deadline) if start.waits else None
+            ended = self._wait_for_initrd(start, deadline)
             if ended:
                 return ended
             tried = time.monotonic()
@@ -1198,11 +1205,12 @@ class Starter:
                 give_up = tried + READY_SECONDS
             start.show(Phase.UNLOCKING, message)
             result = start.unlock(self._command, self._environment)
-            if result.outcome is not Outcome.NOT_ASKED or not start.waits:
+            if result.outcome is not Outcome.NOT_ASKED:
                 return result
             now = time.monotonic()
             if now + (now - tried) > give_up:  # another try may take as long
-                return result._replace(hint=NEVER_ASKS)
+                is_answered = any(words in result.message for words in NOTHING_ASKS)
+                return result._replace(hint=NEVER_ASKS if is_answered else None)
             message = result.message
             start.show(Phase.UNLOCKING, message)
             if start.cancelled.wait(RETRY_SECONDS):
@@ -1234,16 +1242,23 @@ class Starter:
 
     def _run(self, start: Start) -> None:
         try:
-            result = self._unlock(start)
+            if start.waits:
+                result = self._wake_and_unlock(start)
+            else:
+                result = start.unlock(self._command, self._environment)
             start.conclude(result)
             if start.phase is Phase.BOOTING:
                 self._watch(start, result)
             if start.woke and start.outcome is Outcome.UP:
                 self._durations.append(start.ended - start.began)
         except Exception as error:  # noqa: BLE001 - the status must show a bug
-            start.sent.set()
-            text = f"{describe_bug(error)}. The passphrase may have been sent."
-            start.conclude(Result(Outcome.ERROR, text, sent=True))
+            text = f"{describe_bug(error)}. {UNSENT}"
+            if start.child:
+                start.sent.set()
+                text = f"{describe_bug(error)}. The passphrase may have been sent."
+            start.conclude(Result(Outcome.ERROR, text, start.sent.is_set()))
+        finally:
+            start.unlocked.set()
 
     def begin(self, passphrase: Passphrase, now: float, *, waits: bool) -> Start:
         """Start. Raises: Fault 409 while another may still send; 500; 503."""
@@ -1264,8 +1279,10 @@ class Starter:
             try:
                 thread.start()
             except (RuntimeError, MemoryError):
+                start.cancelled.set()  # it may run after all
                 raise Fault(503, "Too busy; try again", ("Retry-After", "5")) from None
             if last:
+                last.show(Phase.ENDED, last.message, last.outcome)
                 last.cancelled.set()
             self._last = start
         return start
@@ -1276,7 +1293,8 @@ class Starter:
             return conclude(Outcome.UP)
         start = self.begin(passphrase, now, waits=False)
         start.unlocked.wait()
-        return cast("Result", start.result)
+        lost = "Internal error; see waker's log. The passphrase may have been sent."
+        return start.result or Result(Outcome.ERROR, lost, sent=True)
 
     def cancel(self) -> None:
         """Cancel the running start. Raises: Fault 409 if no start is running."""
@@ -1298,11 +1316,9 @@ class Starter:
             start = self._last
             if start:
                 # Keep a host key alarm: an impostor could clear it by opening the port.
-                is_alarm = start.outcome is Outcome.HOST_KEY_DIFFERS
-                is_failed = (
-                    start.phase is Phase.ENDED and start.outcome is not Outcome.UP
-                )
-                is_over = ports.system is PortState.OPEN and is_failed and not is_alarm
+                kept = Outcome.UP, Outcome.HOST_KEY_DIFFERS
+                is_failed = start.phase is Phase.ENDED and start.outcome not in kept
+                is_over = is_failed and ports.system is PortState.OPEN
                 if is_over or start.ended + SHOWN_SECONDS < now:
                     self._last = start = None
         usual = sorted(self._durations)
@@ -1870,15 +1886,14 @@ def check_box(config: Config, file: Path | None) -> Iterator[Finding]:
         yield "configuration", "all settings are valid", OK
     if config.pin and config.pin.is_number:
         yield "PIN", "digits only: enough behind a VPN, not on the internet", HINT
+    finding = f"{config.listen[1]} is free", OK
     try:
         listen(config.listen).close()
-        yield "web port", f"{config.listen[1]} is free", OK
     except OSError as error:
+        finding = f"WAKER_LISTEN: {error.strerror}", WRONG
         if error.errno == errno.EADDRINUSE:
-            problem = f"{config.listen[1]} is in use, perhaps by waker itself"
-            yield "web port", problem, HINT
-        else:
-            yield "web port", f"WAKER_LISTEN: {error.strerror}", WRONG
+            finding = f"{config.listen[1]} is in use, perhaps by waker itself", HINT
+    yield "web port", *finding
     try:
         source = find_source(config)
         route = f"would leave from {source} to {config.broadcast}"
@@ -2022,6 +2037,7 @@ def print_unlock(config: Config, seconds: int) -> int:
         else:
             if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)  # end without a traceback
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # or a cancel has no effect
             signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the daemon blocks them
             signal.alarm(seconds)  # ends the process even if something hangs
             deadline = time.monotonic() + seconds - 5  # which leaves time to report

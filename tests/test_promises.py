@@ -907,6 +907,12 @@ def test_a_name_that_contains_the_passphrase_is_not_shown(machine: Machine) -> N
     assert secret not in result["message"]
 
 
+def test_names_that_contain_the_passphrase_are_told_apart(machine: Machine) -> None:
+    """Though they are not shown: the success of another disk is none."""
+    machine.ask(f"{ONCE}; asks sda-x; take; opens sdb-x; exit 1", "x")
+    assert machine.unlock("x")["outcome"] == "not_confirmed"
+
+
 def test_it_is_reported_that_the_passphrase_is_sent_before_it_is(
     machine: Machine,
 ) -> None:

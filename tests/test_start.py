@@ -92,6 +92,22 @@ def test_nothing_is_sent_after_a_cancel_while_the_process_begins(
     assert machine.received() == []
 
 
+def test_a_cancel_ends_a_process_that_would_inherit_an_ignored_signal(
+    machine: Machine,
+) -> None:
+    """If whatever started waker ignores SIGTERM."""
+    machine.ask(f"{GO}; disk root")
+    ignoring = "env", "--ignore-signal=TERM"
+    with daemon(machine.settings(), *ignoring) as started:
+        client = started.client.log_in()
+        client.start()
+        wait_for(machine.has_run)
+        assert client.call("DELETE", "/api/start").status == 200
+        assert wait_until(client, "cancelled")["outcome"] == "cancelled"
+        machine.folder.joinpath("go").touch()
+    assert machine.received() == []
+
+
 def test_a_request_that_sigterm_overtakes_starts_nothing(machine: Machine) -> None:
     machine.make_keys()
     with machine.waker() as started, ThreadPoolExecutor() as pool:
@@ -301,15 +317,15 @@ def test_the_usual_time_is_the_median_of_the_last_five(machine: Machine) -> None
 
 
 def test_a_bug_ends_a_start_and_the_next_may_begin(machine: Machine) -> None:
-    """The passphrase may have been sent."""
+    """No process had begun, so nothing was sent."""
     starter, watcher = starter_of(machine)
     watcher.states = []
     for _ in range(2):
         with start_of(starter):
             pass
         start = members(starter)["start"]
-    assert (start["phase"], start["sent"]) == ("failed", True)
-    assert re.search("bug: IndexError.*may have been sent", start["message"])
+    assert (start["phase"], start["sent"]) == ("failed", False)
+    assert re.search("bug: IndexError.*was not sent", start["message"])
 
 
 def test_a_start_that_gets_no_thread_has_not_begun(machine: Machine) -> None:

@@ -199,6 +199,7 @@ class Phone:
             "hint": None,
             "seconds": seconds,
             "sent": outcome in SENT,
+            "woke": len(begun) > 2,
             "times": dict(zip(PHASES, begun, strict=False)),
         }
         status = {
