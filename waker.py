@@ -1166,7 +1166,7 @@ class Starter:
     def _wait_for_initrd(self, start: Start, deadline: float) -> Result | None:
         """Wake the machine until its initrd listens, or return why it does not."""
         packet_due = -math.inf  # monotonic seconds
-        failure = ""
+        message, failure = "", ""
         while True:
             now = time.monotonic()
             ports = self._watcher.check(now)
@@ -1183,12 +1183,13 @@ class Starter:
                     message, failure = wake(self._config), ""
                     start.woke = True
                 except OSError as error:  # the link may drop while the machine wakes
-                    failure = f"no magic packet could be sent: {error.strerror}"
+                    failure = f"no magic packet could be sent ({error.strerror})"
+            text = message
             if failure:
-                message = f"{failure[0].upper()}{failure[1:]}; trying again"
+                text = f"{failure.capitalize()}; trying again"
             elif PortState.CLOSED in ports:
-                message = "The server answers; waiting for its initrd"
-            start.show(Phase.WAKING, message)
+                text = "The server answers; waiting for its initrd"
+            start.show(Phase.WAKING, text)
             if start.cancelled.wait(1):  # second
                 return conclude(Outcome.CANCELLED)
 
