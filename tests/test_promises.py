@@ -809,7 +809,7 @@ def test_the_command_is_cryptroot_unlock(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("script", "seconds", "outcome", "words"),
     [
-        ("sleep 60", 6, "not_asked", "no disk asked.*not sent"),
+        ("sleep 60", 10, "not_asked", "no disk asked.*not sent"),
         ("asks root; take; sleep 60", 12, "not_confirmed", "was sent"),
     ],
     ids=["before it asks", "after it asked"],
