@@ -213,6 +213,14 @@ def test_the_initrd_may_run_openssh(tmp_path: Path) -> None:
     assert [*map(bytes.fromhex, received)] == [b"wrong", RIGHT, RIGHT]
 
 
+def test_a_user_that_is_locked_is_named_as_a_reason(tmp_path: Path) -> None:
+    """As root is, wherever an installer made a user for sudo."""
+    port, settings, start = prepare_sshd(tmp_path)
+    (tmp_path / "shadow").write_text("root:!:1::::::\n")
+    with process(port, start):
+        assert re.search("key_refused: .* that user may be locked", unlock(settings))
+
+
 def test_tinyssh_is_reported_as_sharing_no_algorithm(tmp_path: Path) -> None:
     keys, program = tmp_path / "tinyssh", need("tinysshd")
     subprocess.run([need("tinysshd-makekey"), keys], check=True)
