@@ -536,10 +536,7 @@ def explain_no_paramiko() -> str:
 
 
 def open_transport(config: Config, until: float) -> "Transport":
-    """Connect until then (monotonic s); offer no SHA-1, MD5 or CBC.
-
-    Raises: UnlockError
-    """
+    """Connect until then (monotonic s); no SHA-1, MD5, CBC. Raises: UnlockError."""
     try:
         import paramiko
 
