@@ -119,6 +119,19 @@ def test_a_card_is_installed_and_only_what_was_used_leaves_it(pi: Pi) -> None:
         assert pi.on_card() == {REPORT, "notes.txt"}
 
 
+def test_a_program_with_a_wrong_byte_is_not_installed(pi: Pi) -> None:
+    """Python would run it. Only packing it again compares the checksums."""
+    files = {name: pi.card.joinpath(name).read_bytes() for name in ("waker", "pack.py")}
+    pi.boot()
+    before = pi.installed()
+    files["waker"] = files["waker"].replace(b"<!DOCTYPE html>", b"<!DOCTYPE htmm>")
+    for name, data in files.items():
+        pi.card.joinpath(name).write_bytes(data)
+    assert "Bad CRC" in pi.boot()
+    assert pi.installed() == before
+    assert pi.on_card() == {REPORT, *files}
+
+
 @pytest.mark.parametrize("call", ["apt-get -qq", *RESTART])
 def test_the_next_boot_tries_again_if_a_call_failed(pi: Pi, call: str) -> None:
     """So the card must still have everything."""
