@@ -108,7 +108,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not reasons:
         return
     missing = [found[1] for why in reasons if (found := re.search(INSTALL, why))]
-    test = "make test" if NO_ROOT not in reasons else "sudo make test"
+    test = "sudo make test" if any("root" in why for why in reasons) else "make test"
     install = f"sudo apt install {' '.join(sorted({*missing}))} && " if missing else ""
     why = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
     terminalreporter.write_line(f"Tests not run: {len(skipped)}.")
