@@ -51,7 +51,7 @@ import time
 import warnings
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import IPv4Address
 from itertools import chain
@@ -178,23 +178,23 @@ def shown_path(path: Path) -> Path:
 
 
 class Config(NamedTuple):
-    """All settings, in the order of SETTINGS.
+    """The settings, by their names without WAKER_, HOMELAB_ and SSH_.
 
-    `state` and `unlock` need only the first few, and leave the others empty.
+    Commands that do not need all of them leave some empty.
     """
 
     host: str = ""  # an IP address
+    mac: Mac = Mac(b"")
+    broadcast: IPv4Address = IPv4Address(0)
+    name: str = ""
     initrd_port: int = 0
     system_port: int = 0
     user: str = ""
     key: Path = Path()
-    host_keys: tuple[HostKey, ...] = ()
-    mac: Mac = Mac(b"")
-    broadcast: IPv4Address = IPv4Address(0)
-    name: str = ""
+    host_key: tuple[HostKey, ...] = ()
     pin: Pin | None = None
     listen: Address = ("", 0)
-    proxies: frozenset[str] = frozenset()  # addresses whose X-Forwarded-For counts
+    trusted_proxy: frozenset[str] = frozenset()  # whose X-Forwarded-For counts
     packet_port: int = 9  # UDP; fixed by the interface, but the demo needs another
 
 
@@ -254,13 +254,11 @@ class Result(NamedTuple):
     hint: str | None = None  # advice, if there is any
 
 
-def conclude(
-    outcome: Outcome, words: str = "", *, sent: bool = False, hint: str | None = None
-) -> Result:
+def conclude(outcome: Outcome, words: str = "", *, sent: bool = False) -> Result:
     message = f"{outcome.sentence}{words}."
     if outcome not in IMPLY_SENT:
         message += " The passphrase was sent." if sent else f" {UNSENT}"
-    return Result(outcome, message, sent, hint)
+    return Result(outcome, message, sent)
 
 
 class UnlockError(Exception):
@@ -343,13 +341,12 @@ def log(text: str) -> None:
 
 def describe_bug(error: BaseException) -> str:
     """Return the type and place of an error, but not its text."""
+    where = ""
     place = error.__traceback__
-    while place and place.tb_next:
+    while place:
+        where = f", {Path(place.tb_frame.f_code.co_filename).name}:{place.tb_lineno}"
         place = place.tb_next
-    if not place:
-        return f"bug: {type(error).__name__}"
-    file = Path(place.tb_frame.f_code.co_filename).name
-    return f"bug: {type(error).__name__}, {file}:{place.tb_lineno}"
+    return f"bug: {type(error).__name__}{where}"
 
 
 # ---- Waking and watching -------------------------------------------------------------
@@ -361,7 +358,7 @@ SYSTEM_SECONDS: Final = 8  # between checks of the system's port
 LIMITED: Final = IPv4Address("255.255.255.255")  # has no route, and crosses no router
 
 
-def find_source(config: Config, *, on_link: bool = False) -> str:
+def find_source_address(config: Config, *, on_link: bool = False) -> str:
     """Return the address that the magic packet leaves from. Raises: OSError."""
     toward = config.host if config.broadcast == LIMITED else str(config.broadcast)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
@@ -375,7 +372,7 @@ def wake(config: Config) -> str:
     """Send the magic packet and return a success message. Raises: OSError."""
     # Source: AMD publication 20213, Magic Packet Technology
     packet = b"\xff" * 6 + config.mac * 16
-    source = find_source(config)
+    source = find_source_address(config)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
         udp.bind((source, 0))
@@ -395,25 +392,36 @@ class PortState(enum.Enum):
     UNKNOWN = "could not be checked; is WAKER_HOMELAB_HOST right?"  # our own failure
 
 
+class Machine(enum.Enum):
+    """The state of the machine, in a word for programs."""
+
+    OFF = "off"
+    BOOTING = "booting"
+    LOCKED = "locked"
+    UP = "up"
+    UNKNOWN = "unknown"
+
+
 class PortStates(NamedTuple):
     """The states of the machine's two ports."""
 
     initrd: PortState
     system: PortState
 
+    @property
+    def machine(self) -> Machine:
+        if self.system is PortState.OPEN:
+            return Machine.UP
+        if PortState.UNKNOWN in self:
+            return Machine.UNKNOWN
+        if self.initrd is PortState.OPEN:
+            return Machine.LOCKED
+        return Machine.BOOTING if PortState.CLOSED in self else Machine.OFF
+
     def members(self) -> dict[str, object]:
         """Return the machine's part of GET /api/status."""
-        state = "off"
-        if PortState.CLOSED in self:
-            state = "booting"
-        if self.initrd is PortState.OPEN:
-            state = "locked"
-        if PortState.UNKNOWN in self:
-            state = "unknown"
-        if self.system is PortState.OPEN:
-            state = "up"
         return {
-            "state": state,
+            "state": self.machine.value,
             "reachable": PortState.OPEN in self or PortState.CLOSED in self,
             "initrd_ssh_open": self.initrd is PortState.OPEN,
             "system_ssh_open": self.system is PortState.OPEN,
@@ -569,7 +577,7 @@ def open_transport(config: Config, until: float) -> "Transport":
     options.ciphers = [name for name in options.ciphers if re.search("ctr|gcm", name)]
     # Prefer the pinned key type, but accept others so that their fingerprint can be
     # reported. RSA signs with rsa-sha2-256 or -512.
-    kinds = (key[4 : 4 + int.from_bytes(key[:4])] for key in config.host_keys)
+    kinds = (key[4 : 4 + int.from_bytes(key[:4])] for key in config.host_key)
     pinned = tuple(kind.decode().replace("ssh-rsa", "rsa-sha2") for kind in kinds)
     strong = [name for name in options.key_types if name not in ("ssh-rsa", "ssh-dss")]
     options.key_types = sorted(strong, key=lambda name: not name.startswith(pinned))
@@ -588,12 +596,12 @@ def verify(transport: "Transport", config: Config) -> None:
     if is_shared and "dropbear" not in transport.remote_version:
         raise UnlockError(Outcome.UP, "")
     seen = fingerprint(key.asbytes())
-    if not config.host_keys:
+    if not config.host_key:
         detail = f"the host key {seen} is not pinned. If it is your server's, set"
         detail += f" WAKER_SSH_HOST_KEY={key.get_name()} {key.get_base64()}"
         raise UnlockError(Outcome.ERROR, detail)
-    if key.asbytes() not in config.host_keys:
-        pins = " or ".join(map(fingerprint, config.host_keys))
+    if key.asbytes() not in config.host_key:
+        pins = " or ".join(map(fingerprint, config.host_key))
         detail = f"pinned {pins}, seen {seen}. Is the system up, or was its key pinned?"
         raise UnlockError(
             Outcome.HOST_KEY_DIFFERS, f"{detail} If not, suspect an impostor"
@@ -712,8 +720,8 @@ def wait_for_prompt(
 
 def answer(
     channel: "Channel", passphrase: Passphrase, disk: str, until: float
-) -> tuple[Line | None, str | None]:
-    """Send the passphrase; return the verdict, if there is one, and a hint.
+) -> Line | None:
+    """Send the passphrase; return the verdict, if there is one.
 
     Ignore earlier output, and success messages for other disks. Raises:
     BrokenPipeError if nobody reads the report; then nothing is sent.
@@ -730,16 +738,13 @@ def answer(
         # the passphrase.
         channel.sendall(passphrase.data)
     except ANY_ERROR:
-        return None, None
+        return None
     with contextlib.suppress(ANY_ERROR):  # the command may have ended already
         channel.shutdown_write()
-    hint = None
     for line, name in read_lines(channel, until):
-        if line is Line.WARNED:
-            hint = MAY_GIVE_UP
-        elif line is not Line.OPENED or name == disk:
-            return line, hint
-    return None, hint
+        if line is not Line.OPENED or name == disk:
+            return line
+    return None
 
 
 def explain_verdict(
@@ -747,7 +752,7 @@ def explain_verdict(
 ) -> Ending:
     """Return how an unlock ended if the passphrase did not open the disk."""
     outcome, words = Outcome.NOT_CONFIRMED, "the initrd did not confirm it"
-    if verdict is Line.REJECTED:
+    if verdict in (Line.REJECTED, Line.WARNED):
         outcome, words = Outcome.WRONG_PASSPHRASE, disk
     elif verdict is Line.ASKS:
         words = "a disk is still asking"
@@ -775,13 +780,13 @@ def answer_disks(
             if not opened:
                 raise
             return conclude(Outcome.UNLOCKED, listed, sent=True)
-        said: tuple[Line | None, str | None] = Line.ASKS, None
+        verdict: Line | None = Line.ASKS
         if disk not in opened and len(opened) < MAX_DISKS:  # never answer a disk twice
-            said = answer(channel, passphrase, disk, deadline)
-        verdict, hint = said
+            verdict = answer(channel, passphrase, disk, deadline)
         if verdict is not Line.OPENED:
             ending = explain_verdict(verdict, passphrase.hide(disk), listed, transport)
-            return conclude(*ending, sent=True, hint=hint)
+            hint = MAY_GIVE_UP if verdict is Line.WARNED else None
+            return conclude(*ending, sent=True)._replace(hint=hint)
         opened.append(disk)
         # Dropbear may end a channel that is opened before the last one has ended.
         channel.status_event.wait(END_SECONDS)
@@ -801,7 +806,7 @@ def unlock(config: Config, passphrase: Passphrase, deadline: float) -> Result:
 
 def find_problem(config: Config) -> str:
     """Return what would make an unlock fail on this box, or an empty string."""
-    if not config.host_keys:
+    if not config.host_key:
         return NOT_PINNED
     if not importlib.util.find_spec("paramiko"):  # importing it would take 20 MB
         return explain_no_paramiko()
@@ -852,29 +857,29 @@ def parse_addresses(text: str) -> frozenset[str]:
     return frozenset(plain_address(part.strip()) for part in parts)
 
 
-# Name, default, parser, valid form; in the order of Config. An empty value means that a
-# setting is not set.
-Setting = tuple[str, str, Callable[[str], object], str]
+# Default, parser, valid form. An empty value means that a setting is not set.
+Setting = tuple[str, Callable[[str], object], str]
 PARSE_USER: Final = functools.partial(match_whole, "[!-~]{1,64}")
 PARSE_NAME: Final = functools.partial(
     match_whole, "[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{0,64}"
 )
-SETTINGS: Final[tuple[Setting, ...]] = (
-    ("WAKER_HOMELAB_HOST", "", plain_address, "the server's IP address"),
-    ("WAKER_INITRD_SSH_PORT", "2222", parse_port, "a port, 1 to 65535"),
-    ("WAKER_SYSTEM_SSH_PORT", "22", parse_port, "a port, 1 to 65535"),
-    ("WAKER_SSH_USER", "root", PARSE_USER, "a user's name"),
-    ("WAKER_SSH_KEY", "ssh_key", parse_path, "the path of the SSH key, without ~"),
-    ("WAKER_SSH_HOST_KEY", "", parse_host_keys, "whole lines ssh-ed25519 AAAA..."),
-    ("WAKER_HOMELAB_MAC", "", parse_mac, "a network card's MAC: 52:54:00:12:34:56"),
-    ("WAKER_HOMELAB_BROADCAST", "255.255.255.255", IPv4Address, "an IPv4 address"),
-    ("WAKER_HOMELAB_NAME", "", PARSE_NAME, "a name of at most 64 characters"),
-    ("WAKER_PIN", "", Pin, "8 to 128 characters, without a space at either end"),
-    ("WAKER_LISTEN", "[::]:8080", parse_listen, "ADDRESS:PORT such as 0.0.0.0:8080"),
-    ("WAKER_TRUSTED_PROXY", "", parse_addresses, "addresses such as 127.0.0.1,::1"),
-)
-STATE_SETTINGS: Final = 3  # how many of them `state` needs
-UNLOCK_SETTINGS: Final = 6  # and `unlock`
+SETTINGS: Final[Mapping[str, Setting]] = {
+    "WAKER_HOMELAB_HOST": ("", plain_address, "the server's IP address"),
+    "WAKER_INITRD_SSH_PORT": ("2222", parse_port, "a port, 1 to 65535"),
+    "WAKER_SYSTEM_SSH_PORT": ("22", parse_port, "a port, 1 to 65535"),
+    "WAKER_SSH_USER": ("root", PARSE_USER, "a user's name"),
+    "WAKER_SSH_KEY": ("ssh_key", parse_path, "the path of the SSH key, without ~"),
+    "WAKER_SSH_HOST_KEY": ("", parse_host_keys, "whole lines ssh-ed25519 AAAA..."),
+    "WAKER_HOMELAB_MAC": ("", parse_mac, "a network card's MAC: 52:54:00:12:34:56"),
+    "WAKER_HOMELAB_BROADCAST": ("255.255.255.255", IPv4Address, "an IPv4 address"),
+    "WAKER_HOMELAB_NAME": ("", PARSE_NAME, "a name of at most 64 characters"),
+    "WAKER_PIN": ("", Pin, "8 to 128 characters, without a space at either end"),
+    "WAKER_LISTEN": ("[::]:8080", parse_listen, "ADDRESS:PORT such as 0.0.0.0:8080"),
+    "WAKER_TRUSTED_PROXY": ("", parse_addresses, "addresses such as 127.0.0.1,::1"),
+}
+# What `state` needs, and what `unlock` needs besides.
+PORTS: Final = "WAKER_HOMELAB_HOST", "WAKER_INITRD_SSH_PORT", "WAKER_SYSTEM_SSH_PORT"
+LOGIN: Final = "WAKER_SSH_USER", "WAKER_SSH_KEY", "WAKER_SSH_HOST_KEY"
 NO_TLS: Final = (
     "must be deleted, because waker 3 serves plain HTTP. Close a forwarded port first,"
     " and see CHANGELOG.md"
@@ -918,29 +923,29 @@ def read_env_file(path: Path) -> dict[str, str]:
     return values
 
 
-def find_conflicts(parsed: Mapping[str, Any]) -> Iterator[str]:
+def find_conflicts(config: Config) -> Iterator[str]:
     """Report a bad key file, and settings that are valid alone but conflict."""
-    host = str(parsed.get("WAKER_HOMELAB_HOST"))
-    if parsed.get("WAKER_HOMELAB_BROADCAST") == LIMITED and ":" in host:
+    if config.broadcast == LIMITED and ":" in config.host:
         yield "WAKER_HOMELAB_BROADCAST must be set: WAKER_HOMELAB_HOST is IPv6"
-    if parsed.get("WAKER_SSH_HOST_KEY") and "WAKER_SSH_KEY" in parsed:
-        problem = find_key_problem(parsed["WAKER_SSH_KEY"])
+    if config.host_key and config.key.name:
+        problem = find_key_problem(config.key)
         if problem:
             yield f"WAKER_SSH_KEY {problem}"
 
 
 def read_config(
-    values: Mapping[str, str], folder: Path, count: int = len(SETTINGS)
+    values: Mapping[str, str], folder: Path, needs: Iterable[str] = SETTINGS
 ) -> Config:
-    """Parse the first `count` settings; relative paths start at `folder`.
+    """Parse the settings in `needs`; relative paths start at `folder`.
 
     Raises: ConfigError
     """
-    unknown = sorted(values.keys() - {setting[0] for setting in SETTINGS})
+    unknown = sorted(values.keys() - SETTINGS.keys())
     not_known = "is not a setting; see `waker --help`"
     mistakes = [f"{name} {RETIRED.get(name, not_known)}" for name in unknown]
     parsed: dict[str, Any] = {}
-    for name, default, parse, form in SETTINGS[:count]:
+    for name in needs:
+        default, parse, form = SETTINGS[name]
         text = values.get(name) or default
         try:
             value = parse(text)
@@ -951,11 +956,12 @@ def read_config(
                 problem += "; it must be"
             mistakes.append(f"{name} {problem} {form}")
         else:
-            parsed[name] = folder / value if isinstance(value, Path) else value
-    mistakes += find_conflicts(parsed)
+            field = re.sub("WAKER_|HOMELAB_|SSH_", "", name).lower()
+            parsed[field] = folder / value if isinstance(value, Path) else value
+    config = Config(**parsed)
+    mistakes += find_conflicts(config)
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    config = Config(*parsed.values())
     return config._replace(name=config.name or config.host)
 
 
@@ -973,11 +979,20 @@ STILL_LOCKED: Final = (
     "The initrd is still running: it may still be checking the passphrase, or the"
     " passphrase was wrong."
 )
+ANSWERING: Final = "The server answers; waiting for its initrd"
 CONNECTING: Final = "Connecting to the initrd"
 NOTHING_ASKS: Final = NOT_READY, NO_PROMPT[1]  # though SSH answers
 NEVER_ASKS: Final = (
     "It may never ask again by itself: look at the server's screen, and restart it."
 )
+
+
+# Why the initrd did not come up.
+ASLEEP: Final = {
+    Machine.OFF: "did not wake or is silent: check power, cable and Wake-on-LAN",
+    Machine.BOOTING: "answers, but its initrd's SSH port is closed",
+    Machine.UNKNOWN: PortState.UNKNOWN.value,
+}
 
 
 class Phase(enum.Enum):
@@ -1012,8 +1027,8 @@ class Start:
         self.message = "Looking for the server" if waits else CONNECTING
         self.times = {self.phase.value: 0}  # seconds from the start to each phase
         self.woke = False  # a magic packet was sent
+        self.sent = False  # the passphrase may have been sent
         self.cancelled = threading.Event()
-        self.sent = threading.Event()  # the passphrase may have been sent
         self.unlocked = threading.Event()  # or not: the unlock has its result
 
     def word(self) -> str:
@@ -1076,40 +1091,29 @@ class Start:
             return conclude(
                 Outcome.ERROR, f"the unlocking process cannot start: {reason}"
             )
-        with child:  # waits for its end
-            report = self._talk(child)
-        is_sent = self.sent.is_set()
-        if self.cancelled.is_set() and not is_sent:
+        with child:  # waits for its end, which its own alarm ensures
+            report = self._exchange(child)
+        if self.cancelled.is_set() and not self.sent:
             return conclude(Outcome.CANCELLED)
         with contextlib.suppress(ValueError, KeyError, TypeError):  # no result
             members = json.loads(report)
             outcome = OUTCOMES[members["outcome"]]
-            return Result(outcome, members["message"], is_sent, members["hint"])
+            return Result(outcome, members["message"], self.sent, members["hint"])
         reason = f"the unlocking process ended with status {child.returncode}"
-        outcome = Outcome.NOT_CONFIRMED if is_sent else Outcome.ERROR
-        return conclude(outcome, f"{reason}; see waker's log", sent=is_sent)
+        outcome = Outcome.NOT_CONFIRMED if self.sent else Outcome.ERROR
+        return conclude(outcome, f"{reason}; see waker's log", sent=self.sent)
 
-    def _talk(self, child: "Popen[bytes]") -> bytes:
+    def _exchange(self, child: "Popen[bytes]") -> bytes:
         """Pass the passphrase on; return the last line that the process prints."""
-        deadline = time.monotonic() + UNLOCK_SECONDS + 5  # it ends itself, or hangs
         stdin = cast("io.BufferedWriter", child.stdin)
         with contextlib.suppress(BrokenPipeError):  # its output says why
             if self._passphrase and not self.cancelled.is_set():
                 stdin.write(self._passphrase.data)  # fits into the pipe: cannot block
             stdin.close()
-        output = cast("io.BufferedReader", child.stdout).fileno()
-        readable = select.poll()  # `select` fails if the descriptor is over 1023
-        readable.register(output)
-        printed, data = b"", b"x"
-        while data:
-            left = deadline - time.monotonic()
-            if not readable.poll(max(left, 0) * 1000):
-                child.kill()
-            data = os.read(output, 65536)
-            printed += data
-            if SENT_REPORT in printed:
-                self.sent.set()
-        return b"".join(printed.splitlines()[-1:])
+        line = b""
+        for line in cast("io.BufferedReader", child.stdout):
+            self.sent |= SENT_REPORT in line
+        return line
 
     def members(self, now: float) -> dict[str, object]:
         """Return what the status says of it."""
@@ -1120,21 +1124,10 @@ class Start:
                 "message": self.message,
                 "hint": self.result.hint if self.result else None,
                 "seconds": max(int(min(now, self.ended) - self.began), 0),
-                "sent": self.sent.is_set(),
+                "sent": self.sent,
                 "woke": self.woke,
                 "times": dict(self.times),
             }
-
-
-def explain_asleep(ports: PortStates, failure: str) -> str:
-    """Return why the initrd did not come up; `failure` is why no packet ever left."""
-    if PortState.CLOSED in ports:
-        return "answers, but its initrd's SSH port is closed"
-    if failure:
-        return f"did not answer, and {failure}"
-    if PortState.UNKNOWN in ports:
-        return PortState.UNKNOWN.value
-    return "did not wake or is silent: check power, cable and Wake-on-LAN"
 
 
 class Starter:
@@ -1152,8 +1145,7 @@ class Starter:
     ) -> None:
         self._config = config
         self._watcher = watcher
-        command = sys.executable, str(program.resolve()), "unlock"
-        self._command = (*command, "--seconds", str(UNLOCK_SECONDS))
+        self._command = sys.executable, str(program.resolve()), "unlock"
         self._environment = environment
         self._lock = threading.Lock()
         self._last: Start | None = None  # running, or shown until it is forgotten
@@ -1163,37 +1155,35 @@ class Starter:
     def _wait_for_initrd(self, start: Start, deadline: float) -> Result | None:
         """Wake the machine until its initrd listens, or return why it does not."""
         packet_due = -math.inf  # monotonic seconds
-        message, failure = "", ""
+        text, failure = "", ""
         while True:
             now = time.monotonic()
-            ports = self._watcher.check(now)
-            if ports.system is PortState.OPEN:
+            machine = self._watcher.check(now).machine
+            if machine is Machine.UP:
                 return conclude(Outcome.UP)
-            if ports.initrd is PortState.OPEN:
+            if machine is Machine.LOCKED:
                 return None
+            is_answering = machine is Machine.BOOTING
+            if now > deadline and failure and not (start.woke or is_answering):
+                return conclude(Outcome.NOT_AWAKE, f"did not answer, and {failure}")
             if now > deadline:
-                why = explain_asleep(ports, "" if start.woke else failure)
-                return conclude(Outcome.NOT_AWAKE, why)
+                return conclude(Outcome.NOT_AWAKE, ASLEEP[machine])
             if now >= packet_due:
                 packet_due = now + PACKET_SECONDS
                 try:
-                    message, failure = wake(self._config), ""
+                    text, failure = wake(self._config), ""
                     start.woke = True
                 except OSError as error:  # the link may drop while the machine wakes
                     failure = f"no magic packet could be sent ({error.strerror})"
-            text = message
-            if failure:
-                text = f"{failure.capitalize()}; trying again"
-            elif PortState.CLOSED in ports:
-                text = "The server answers; waiting for its initrd"
-            start.show(Phase.WAKING, text)
+                    text = f"{failure.capitalize()}; trying again"
+            is_reached = is_answering and not failure
+            start.show(Phase.WAKING, ANSWERING if is_reached else text)
             if start.cancelled.wait(1):  # second
                 return conclude(Outcome.CANCELLED)
 
     def _wake_and_unlock(self, start: Start) -> Result:
         """Wake and unlock; try again while no disk asks."""
         deadline = time.monotonic() + START_SECONDS
-        message = CONNECTING
         while True:
             ended = self._wait_for_initrd(start, deadline)
             if ended:
@@ -1201,7 +1191,7 @@ class Starter:
             tried = time.monotonic()
             if start.phase is Phase.WAKING:  # it is reached, or reached anew
                 give_up = tried + READY_SECONDS
-            start.show(Phase.UNLOCKING, message)
+                start.show(Phase.UNLOCKING, CONNECTING)
             result = start.unlock(self._command, self._environment)
             if result.outcome is not Outcome.NOT_ASKED:
                 return result
@@ -1209,33 +1199,31 @@ class Starter:
             if now + (now - tried) > give_up:  # another try may take as long
                 is_answered = any(words in result.message for words in NOTHING_ASKS)
                 return result._replace(hint=NEVER_ASKS if is_answered else None)
-            message = result.message
-            start.show(Phase.UNLOCKING, message)
+            start.show(Phase.UNLOCKING, result.message)
             if start.cancelled.wait(RETRY_SECONDS):
                 return conclude(Outcome.CANCELLED)
 
     def _watch(self, start: Start, result: Result) -> None:
         """Show whether the system's port opens, until it does or time is up."""
         is_sure = result.outcome is not Outcome.NOT_CONFIRMED
-        began = time.monotonic()
-        message = result.message
-        while time.monotonic() < began + START_SECONDS:
+        began = now = time.monotonic()
+        while now < began + START_SECONDS:
             if start.cancelled.wait(1):  # second
-                start.show(Phase.ENDED, message, result.outcome)
+                start.show(Phase.ENDED, start.message, result.outcome)
                 return
             now = time.monotonic()
-            ports = self._watcher.check(now)
-            if ports.system is PortState.OPEN:
+            machine = self._watcher.check(now).machine
+            if machine is Machine.UP:
                 parts = [result.message, "The system is up."]
                 text = " ".join(parts if is_sure else reversed(parts))
                 start.show(Phase.ENDED, text, Outcome.UP)
                 return
             message = result.message
             is_late = now >= began + DOUBT_SECONDS
-            if not is_sure and is_late and ports.initrd is PortState.OPEN:
+            if not is_sure and is_late and machine is Machine.LOCKED:
                 message = f"{result.message} {STILL_LOCKED}"
             start.show(Phase.BOOTING, message, result.outcome)
-        text = f"{message} The system has not answered yet."
+        text = f"{start.message} The system has not answered yet."
         start.show(Phase.ENDED, text, Outcome.NOT_UP)
 
     def _run(self, start: Start) -> None:
@@ -1250,11 +1238,10 @@ class Starter:
             if start.woke and start.outcome is Outcome.UP:
                 self._durations.append(start.ended - start.began)
         except Exception as error:  # noqa: BLE001 - the status must show a bug
-            text = f"{describe_bug(error)}. {UNSENT}"
-            if start.child:
-                start.sent.set()
-                text = f"{describe_bug(error)}. The passphrase may have been sent."
-            start.conclude(Result(Outcome.ERROR, text, start.sent.is_set()))
+            start.sent = start.child is not None
+            words = "The passphrase may have been sent." if start.sent else UNSENT
+            text = f"{describe_bug(error)}. {words}"
+            start.conclude(Result(Outcome.ERROR, text, start.sent))
         finally:
             start.unlocked.set()
 
@@ -1285,15 +1272,6 @@ class Starter:
             self._last = start
         return start
 
-    def unlock(self, passphrase: Passphrase, now: float) -> Result:
-        """Unlock, without waking. Raises: Fault 409, 500, 503."""
-        if self._watcher.check(now).system is PortState.OPEN:
-            return conclude(Outcome.UP)
-        start = self.begin(passphrase, now, waits=False)
-        start.unlocked.wait()
-        lost = "Internal error; see waker's log. The passphrase may have been sent."
-        return start.result or Result(Outcome.ERROR, lost, sent=True)
-
     def cancel(self) -> None:
         """Cancel the running start. Raises: Fault 409 if no start is running."""
         with self._lock:
@@ -1308,15 +1286,15 @@ class Starter:
             if self._last:
                 self._last.cancel()
 
-    def members(self, now: float, ports: PortStates) -> dict[str, object]:
-        """Return the start's part of GET /api/status, and forget what is over."""
+    def report(self, now: float, machine: Machine) -> dict[str, object]:
+        """Forget what is over; return the start's part of GET /api/status."""
         with self._lock:
             start = self._last
             if start:
                 # Keep a host key alarm: an impostor could clear it by opening the port.
                 kept = Outcome.UP, Outcome.HOST_KEY_DIFFERS
                 is_failed = start.phase is Phase.ENDED and start.outcome not in kept
-                is_over = is_failed and ports.system is PortState.OPEN
+                is_over = is_failed and machine is Machine.UP
                 if is_over or start.ended + SHOWN_SECONDS < now:
                     self._last = start = None
         usual = sorted(self._durations)
@@ -1492,7 +1470,7 @@ def succeed(request: Request, message: str) -> Response:
 
 def status_members(app: App, now: float) -> dict[str, object]:
     ports = app.watcher.check(now, is_for_show=True)
-    start = app.starter.members(now, ports)
+    start = app.starter.report(now, ports.machine)
     return {"name": app.config.name, **ports.members(), **start}
 
 
@@ -1530,7 +1508,12 @@ def post_wol(app: App, request: Request) -> Response:
 
 def post_unlock(app: App, request: Request) -> Response:
     passphrase = parse_body(request, "passphrase", Passphrase)
-    result = app.starter.unlock(passphrase, request.now)
+    result = conclude(Outcome.UP)
+    if app.watcher.check(request.now).machine is not Machine.UP:
+        start = app.starter.begin(passphrase, request.now, waits=False)
+        start.unlocked.wait()
+        lost = "Internal error; see waker's log. The passphrase may have been sent."
+        result = start.result or Result(Outcome.ERROR, lost, sent=True)
     status, text = result.outcome.status, result.message
     if status == 200:
         return succeed(request, text)
@@ -1601,7 +1584,7 @@ def respond(app: App, received: Request | Fault, peer: str) -> Response:
         fault = Fault(500, "Internal error; see waker's log")
     line = f"refused {what}: {fault.status} {fault}"
     # A trusted proxy is not named: fail2ban would ban everybody behind it.
-    if client not in app.config.proxies:
+    if client not in app.config.trusted_proxy:
         line = f"ip={client} {line}"
     log(line)
     return Response({"error": str(fault)}, fault.status, *fault.headers)
@@ -1759,7 +1742,9 @@ class Handler(BaseHTTPRequestHandler):
             data = self.receive()
             received: Request | Fault
             try:
-                received = read_request(data, self.receive, peer, app.config.proxies)
+                received = read_request(
+                    data, self.receive, peer, app.config.trusted_proxy
+                )
             except Fault as fault:
                 received = fault
             except TimeoutError:
@@ -1786,7 +1771,7 @@ class Server(ThreadingHTTPServer):
         # HTTPServer would look up the name of our address, and hang if DNS is down.
         socketserver.BaseServer.__init__(self, tcp.getsockname()[:2], Handler)
         self.socket, self.app = tcp, app
-        self.places = threading.Semaphore(MAX_CONNECTIONS)
+        self.free_places = threading.Semaphore(MAX_CONNECTIONS)
         self.waiting: set[Handler] = set()  # for their clients; each change is atomic
         self.is_stopping = False
 
@@ -1816,16 +1801,16 @@ class Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Give a connection a thread; make room first if there are too many."""
-        if not self.places.acquire(blocking=False):
+        wait = 0.0
+        while not self.free_places.acquire(timeout=wait):
             self.make_room()
-            while not self.places.acquire(timeout=0.02):  # seconds for a thread to end
-                self.make_room()
+            wait = 0.02  # seconds for a thread to end
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection and free its place. Every connection ends here."""
         self.close_request(request)
-        self.places.release()
+        self.free_places.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
         if error := sys.exception():
@@ -1893,7 +1878,7 @@ def check_box(config: Config, file: Path | None) -> Iterator[Finding]:
             finding = f"{config.listen[1]} is in use, perhaps by waker itself", HINT
     yield "web port", *finding
     try:
-        source = find_source(config)
+        source = find_source_address(config)
         route = f"would leave from {source} to {config.broadcast}"
         tunnel = find_tunnel(source)
         if tunnel and config.broadcast == LIMITED:
@@ -1902,7 +1887,7 @@ def check_box(config: Config, file: Path | None) -> Iterator[Finding]:
             yield "magic packet", f"{route}; {problem}", WRONG
             return
         try:
-            find_source(config, on_link=True)
+            find_source_address(config, on_link=True)
             yield "magic packet", route, OK
         except OSError:
             problem = "that is another network, and routers stop broadcasts"
@@ -1915,7 +1900,10 @@ def check_box(config: Config, file: Path | None) -> Iterator[Finding]:
 def check_ports_and_mac(config: Config) -> Iterator[Finding]:
     """Check what each port says, and compare the MAC address with ARP."""
     mac = config.mac.hex(":")
-    ports = {"initrd's port": config.initrd_port, "system's port": config.system_port}
+    ports = {
+        "initrd's port": config.initrd_port,
+        "system's port": config.system_port,
+    }
     is_answered = False
     for subject, port in ports.items():
         state, banner = probe_port(config.host, port, banner=True)
@@ -1950,9 +1938,8 @@ def check_unlocking(config: Config) -> Iterator[Finding]:
         key = load_key(config.key)
         yield subject, f"{key.get_name()} {fingerprint(key.asbytes())}", OK
         subject = "host key"
-        ports = check_ports(config)
-        if ports.initrd is not PortState.OPEN or ports.system is PortState.OPEN:
-            seen = "not seen" if config.host_keys else "WAKER_SSH_HOST_KEY is not set"
+        if check_ports(config).machine is not Machine.LOCKED:
+            seen = "not seen" if config.host_key else "WAKER_SSH_HOST_KEY is not set"
             text = f"{seen}; check again while the initrd waits for its passphrase"
             yield subject, text, HINT
             return
@@ -1966,7 +1953,7 @@ def check_unlocking(config: Config) -> Iterator[Finding]:
         yield subject, f"{explain_no_paramiko()} ({error})", WRONG
     except UnlockError as error:
         outcome, words = error.args
-        is_unpinned = subject == "host key" and not config.host_keys
+        is_unpinned = subject == "host key" and not config.host_key
         yield subject, outcome.sentence + words, HINT if is_unpinned else WRONG
 
 
@@ -2052,7 +2039,7 @@ def print_unlock(config: Config, seconds: int) -> int:
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     epilog = f"settings, from the environment and FILE, or else from {ENV_FILE}:"
-    for name, default, _, form in SETTINGS:
+    for name, (default, _, form) in SETTINGS.items():
         epilog += f"\n  {name:25}{form} [{default or 'none'}]"
     kind = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(epilog=epilog, formatter_class=kind)
@@ -2081,19 +2068,18 @@ def run_command(arguments: argparse.Namespace, program: Path) -> int:
     if values.pop("WAKER_INITRD", None) is not None:
         log("WAKER_INITRD has no effect since waker 3; delete it")
     if arguments.command == "state":
-        config = read_config(values, folder, STATE_SETTINGS)
+        config = read_config(values, folder, PORTS)
         print(json.dumps(check_ports(config).members()))
         return 0
     if arguments.command == "unlock":
-        config = read_config(values, folder, UNLOCK_SETTINGS)
+        config = read_config(values, folder, PORTS + LOGIN)
         # Not sys.exit: paramiko's threads would take 15 s to end.
         os._exit(print_unlock(config, arguments.seconds))
     config = read_config(values, folder)
     # For the process that unlocks. PYTHONPATH, say, may be what makes paramiko
     # available. The PIN stays here.
     environment = {n: v for n, v in os.environ.items() if n not in ours}
-    names = [setting[0] for setting in SETTINGS[:UNLOCK_SETTINGS]]
-    environment |= {name: values[name] for name in names if name in values}
+    environment |= {name: values[name] for name in PORTS + LOGIN if name in values}
     environment["WAKER_SSH_KEY"] = str(config.key)
     app = App(config, program, environment)
     if arguments.command == "check":

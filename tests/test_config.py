@@ -101,7 +101,7 @@ def test_a_wrong_value_is_refused_with_its_form_and_not_quoted(
 
 
 def test_a_setting_without_a_value_has_its_default(box: Box) -> None:
-    optional = {name for name, *_ in waker.SETTINGS} - box.settings.keys()
+    optional = set(waker.SETTINGS) - box.settings.keys()
     usual = box.read()
     box.settings |= dict.fromkeys(optional, "")
     assert box.read()._replace(pin=usual.pin) == usual

@@ -32,7 +32,7 @@ def test_the_quick_start_settings_are_valid(machine: Machine) -> None:
     assert mistakes(file) == ["WAKER_SSH_HOST_KEY", "WAKER_PIN"]  # to be filled in
     right = lines.replace("ssh-ed25519 AAAA…", machine.host_key)
     file.write_text(right.replace("WAKER_PIN=…", f"WAKER_PIN={PIN}"))
-    assert waker.read_config(waker.read_env_file(file), file.parent).host_keys
+    assert waker.read_config(waker.read_env_file(file), file.parent).host_key
 
 
 def test_the_table_and_the_example_show_every_default() -> None:
@@ -42,8 +42,8 @@ def test_the_table_and_the_example_show_every_default() -> None:
     shown = dict(re.findall("(?m)^#?(WAKER_[A-Z_]+)=(.*)", example.read_text()))
     named = set(re.findall(r"WAKER_[A-Z_]*[A-Z]", "".join(PAGES.values())))
     assert defaults.keys() == shown.keys() == named
-    assert named == {name for name, *_ in waker.SETTINGS}
-    for name, default, *_ in waker.SETTINGS:
+    assert named == set(waker.SETTINGS)
+    for name, (default, *_) in waker.SETTINGS.items():
         if default:
             assert (defaults[name], shown[name]) == (f"`{default}`", default)
     required = ["WAKER_HOMELAB_HOST", "WAKER_HOMELAB_MAC", "WAKER_PIN"]

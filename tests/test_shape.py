@@ -13,7 +13,7 @@ import waker
 SOURCE = CHECKOUT.joinpath("waker.py").read_text()
 TREE = ast.parse(SOURCE)
 NETWORK = r"socket\.(socket|create_\w+|getaddrinfo)\(|\.connect\(\(|sendto\("
-MAY_USE_IT = {"open_tcp", "find_source", "find_tunnel", "wake", "listen"}
+MAY_USE_IT = {"open_tcp", "find_source_address", "find_tunnel", "wake", "listen"}
 
 
 def users(pattern: str) -> set[str]:

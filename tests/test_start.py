@@ -293,7 +293,7 @@ def start_of(starter: waker.Starter, ago: float = 0) -> Iterator[None]:
 
 def members(starter: waker.Starter) -> Any:
     """Return what the status says of the starts."""
-    return starter.members(time.monotonic(), OFF)
+    return starter.report(time.monotonic(), OFF.machine)
 
 
 # ---- Usual time, and failures of the box ---------------------------------------------

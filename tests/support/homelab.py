@@ -250,7 +250,7 @@ def main(wish: str = "127.0.0.1:8080") -> int:
         if address in ("::", "0.0.0.0"):  # a phone needs one of this box's own
             outside = config._replace(broadcast=IPv4Address("192.0.2.1"))
             with contextlib.suppress(OSError):  # there is no network
-                address = waker.find_source(outside)
+                address = waker.find_source_address(outside)
         host = f"[{address}]" if ":" in address else address
         print(f"Open        http://{host}:{port}/")
         print(f"PIN         {pin}\npassphrase  {passphrase}")
