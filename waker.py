@@ -14,8 +14,8 @@ The rules of this file:
 2. Parse input once, on entry. Code past that point relies on the parsed value.
 3. Handlers return a Response. One function turns every error into JSON.
 4. The route table says which requests need a token.
-5. Keep I/O in few functions. Only commands use arguments, signals and
-   the environment.
+5. Keep I/O in few functions. Only commands use arguments and the environment, and
+   only they and `answer` use signals.
 6. Nothing at module level changes, except the log's lock. Requests carry `now`; only
    code that waits, or reports progress, reads the clock.
 """
@@ -223,7 +223,7 @@ class Outcome(enum.Enum):
 
     UNLOCKED = "unlocked", 200, "Unlocked: "
     ALREADY_OPEN = "already_open", 200, "all disks seem to be open already"
-    UP = "up", 200, "the system is already up"
+    UP = "up", 200, "the system is up"
     WRONG_PASSPHRASE = "wrong_passphrase", 400, "Wrong passphrase for disk "
     NOT_CONFIRMED = "not_confirmed", 500, "Not confirmed: the passphrase was sent, but "
     GAVE_UP = "gave_up", 500, "the server stopped asking and must be restarted"
@@ -302,8 +302,8 @@ class Line(enum.Enum):
 
 
 Ending = tuple[Outcome, str]  # with words that follow the outcome's sentence
-# What ends an unlock that has sent nothing. Other lines end nothing: somebody else may
-# have answered.
+# What ends an unlock that has sent nothing. Ignore other lines: they may be about a
+# passphrase that was typed at the server.
 UNSENT_ENDINGS: Final[Mapping[Line, Ending]] = {
     Line.GAVE_UP: (Outcome.GAVE_UP, ""),
     Line.ALL_OPEN: (Outcome.ALREADY_OPEN, ""),
@@ -389,10 +389,10 @@ class PortState(enum.Enum):
     OPEN = "is open"
     CLOSED = "refuses connections"  # which proves that something answers
     SILENT = "does not answer"
-    UNKNOWN = "could not be checked; is WAKER_HOMELAB_HOST right?"  # our own failure
+    UNKNOWN = "could not be checked: see WAKER_HOMELAB_HOST and this box's network"
 
 
-class Machine(enum.Enum):
+class MachineState(enum.Enum):
     """The state of the machine, in a word for programs."""
 
     OFF = "off"
@@ -409,14 +409,14 @@ class PortStates(NamedTuple):
     system: PortState
 
     @property
-    def machine(self) -> Machine:
+    def machine(self) -> MachineState:
         if self.system is PortState.OPEN:
-            return Machine.UP
+            return MachineState.UP
         if PortState.UNKNOWN in self:
-            return Machine.UNKNOWN
+            return MachineState.UNKNOWN
         if self.initrd is PortState.OPEN:
-            return Machine.LOCKED
-        return Machine.BOOTING if PortState.CLOSED in self else Machine.OFF
+            return MachineState.LOCKED
+        return MachineState.BOOTING if PortState.CLOSED in self else MachineState.OFF
 
     def members(self) -> dict[str, object]:
         """Return the machine's part of GET /api/status."""
@@ -451,7 +451,7 @@ def probe_port(host: str, port: int, *, banner: bool = False) -> tuple[PortState
         if isinstance(error, TimeoutError) or error.errno == errno.EHOSTUNREACH:
             return PortState.SILENT, ""
         return PortState.UNKNOWN, ""
-    # Half a banner is none: "SSH-2.0-" could become anything.
+    # Ignore an incomplete banner: "SSH-2.0-" could become anything.
     line, end, _ = received.partition(b"\n")  # dropbear's key exchange follows at once
     return PortState.OPEN, line.decode("latin-1").strip() if end else ""
 
@@ -459,8 +459,8 @@ def probe_port(host: str, port: int, *, banner: bool = False) -> tuple[PortState
 def check_ports(config: Config, known: PortStates | None = None) -> PortStates:
     """Check both ports; on a shared port, dropbear means the initrd.
 
-    If nothing has changed that can be seen without the system's port, leave that alone,
-    and return what is known.
+    If the initrd's port has not changed, leave the system's alone, and return `known`.
+    With one port for both, that holds while the system is up.
     """
     host = config.host
     if config.initrd_port != config.system_port:
@@ -494,14 +494,11 @@ class Watcher:
         self._system_checked = -math.inf  # and of the last one of the system's port
         self._states = PortStates(PortState.UNKNOWN, PortState.UNKNOWN)
 
-    def check(self, now: float, *, is_for_show: bool = False) -> PortStates:
-        """Return the states. "The system is open" is at most a second old.
-
-        For the status, which acts on nothing, that may be older.
-        """
+    def check(self, now: float, *, max_age: float = 1) -> PortStates:
+        """Return the states. "The system is open" is at most `max_age` seconds old."""
         with self._lock:
             is_open = self._states.system is PortState.OPEN
-            limit = 1 if is_open and not is_for_show else SYSTEM_SECONDS
+            limit = max_age if is_open else SYSTEM_SECONDS
             is_due = now >= self._system_checked + limit
             if is_due or now >= self._checked + 1:
                 known = None if is_due else self._states
@@ -516,7 +513,7 @@ class Watcher:
 # `waker.py unlock` unlocks one machine once and exits, which frees its memory. Until it
 # is about to send the passphrase, SIGTERM ends it; after that, only the verdict or its
 # deadline does. Even a verified server may lie: trust as little of its output as
-# possible, and report only disk names.
+# possible, and report only disk names and the words of our own script.
 
 CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
 LOST_SECONDS: Final = 10  # without acknowledgement, before the connection is lost
@@ -567,7 +564,7 @@ def open_transport(config: Config, until: float) -> "Transport":
     transport = paramiko.Transport(tcp)
     # All of paramiko's waits end with the connection. Its own limits follow the wall
     # clock, which a box without a battery sets late.
-    transport.auth_timeout = math.inf
+    transport.banner_timeout = transport.auth_timeout = math.inf
     watchdog = threading.Timer(until - time.monotonic(), transport.close)
     watchdog.daemon = True
     watchdog.start()
@@ -658,7 +655,7 @@ def log_in(transport: "Transport", config: Config) -> None:
 def read_lines(channel: "Channel", until: float) -> Iterator[tuple[Line, str]]:
     """Yield what the command says, with the disk or error that it names.
 
-    End when there is no more output, or at `until` (monotonic seconds).
+    End with the output or, if nothing more comes, at `until` (monotonic seconds).
     """
     rest = b""  # a line that is not complete yet
     data = b"x"
@@ -688,15 +685,6 @@ def is_lost(transport: "Transport") -> bool:
     return not transport.is_active()
 
 
-def explain_end(channel: "Channel") -> Ending:
-    """Return why a command says no more, if nothing was sent."""
-    if channel.eof_received or channel.closed:
-        channel.status_event.wait(END_SECONDS)  # the status may follow the output
-    if channel.exit_status in BY_STATUS:
-        return BY_STATUS[channel.exit_status]
-    return LOST if is_lost(channel.get_transport()) else NO_PROMPT
-
-
 def wait_for_prompt(
     transport: "Transport", passphrase: Passphrase, until: float
 ) -> tuple["Channel", str]:
@@ -715,7 +703,11 @@ def wait_for_prompt(
         if line in UNSENT_ENDINGS:
             outcome, words = UNSENT_ENDINGS[line]
             raise UnlockError(outcome, words + passphrase.hide(name))
-    raise UnlockError(*explain_end(channel))
+    if channel.eof_received or channel.closed:
+        channel.status_event.wait(END_SECONDS)  # the status may follow the output
+    if channel.exit_status in BY_STATUS:
+        raise UnlockError(*BY_STATUS[channel.exit_status])
+    raise UnlockError(*(LOST if is_lost(transport) else NO_PROMPT))
 
 
 def answer(
@@ -726,7 +718,7 @@ def answer(
     Ignore earlier output, and success messages for other disks. Raises:
     BrokenPipeError if nobody reads the report; then nothing is sent.
     """
-    # From now on, only the verdict ends it: not ^C, a closed terminal, or a cancel.
+    # From now on, ignore ^C, a closed terminal and a cancel.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.write(1, SENT_REPORT + b"\n")
@@ -776,7 +768,7 @@ def answer_disks(
         try:
             until = min(deadline, time.monotonic() + seconds)
             channel, disk = wait_for_prompt(transport, passphrase, until)
-        except ANY_ERROR:  # which unsays no success
+        except ANY_ERROR:  # what is open stays open
             if not opened:
                 raise
             return conclude(Outcome.UNLOCKED, listed, sent=True)
@@ -923,16 +915,6 @@ def read_env_file(path: Path) -> dict[str, str]:
     return values
 
 
-def find_conflicts(config: Config) -> Iterator[str]:
-    """Report a bad key file, and settings that are valid alone but conflict."""
-    if config.broadcast == LIMITED and ":" in config.host:
-        yield "WAKER_HOMELAB_BROADCAST must be set: WAKER_HOMELAB_HOST is IPv6"
-    if config.host_key and config.key.name:
-        problem = find_key_problem(config.key)
-        if problem:
-            yield f"WAKER_SSH_KEY {problem}"
-
-
 def read_config(
     values: Mapping[str, str], folder: Path, needs: Iterable[str] = SETTINGS
 ) -> Config:
@@ -959,7 +941,12 @@ def read_config(
             field = re.sub("WAKER_|HOMELAB_|SSH_", "", name).lower()
             parsed[field] = folder / value if isinstance(value, Path) else value
     config = Config(**parsed)
-    mistakes += find_conflicts(config)
+    if config.broadcast == LIMITED and ":" in config.host:
+        must = "must be set: WAKER_HOMELAB_HOST is IPv6"
+        mistakes.append(f"WAKER_HOMELAB_BROADCAST {must}")
+    if config.host_key and config.key.name:  # both are valid
+        problem = find_key_problem(config.key)
+        mistakes += [f"WAKER_SSH_KEY {problem}"] if problem else []
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     return config._replace(name=config.name or config.host)
@@ -989,9 +976,9 @@ NEVER_ASKS: Final = (
 
 # Why the initrd did not come up.
 ASLEEP: Final = {
-    Machine.OFF: "did not wake or is silent: check power, cable and Wake-on-LAN",
-    Machine.BOOTING: "answers, but its initrd's SSH port is closed",
-    Machine.UNKNOWN: PortState.UNKNOWN.value,
+    MachineState.OFF: "did not wake or is silent: check power, cable and Wake-on-LAN",
+    MachineState.BOOTING: "answers, but its initrd's SSH port is closed",
+    MachineState.UNKNOWN: PortState.UNKNOWN.value,
 }
 
 
@@ -1004,7 +991,8 @@ class Phase(enum.Enum):
     ENDED = "ended"
 
 
-# After these, the system should boot. A start that ended with one was cancelled.
+# After these, the system should boot. A start that ends with one was cancelled, or
+# replaced by the next.
 HOPEFUL: Final = Outcome.UNLOCKED, Outcome.ALREADY_OPEN, Outcome.NOT_CONFIRMED
 
 
@@ -1029,7 +1017,7 @@ class Start:
         self.woke = False  # a magic packet was sent
         self.sent = False  # the passphrase may have been sent
         self.cancelled = threading.Event()
-        self.unlocked = threading.Event()  # or not: the unlock has its result
+        self.unlock_ended = threading.Event()  # with a result
 
     def word(self) -> str:
         """Return the phase, for programs."""
@@ -1041,10 +1029,8 @@ class Start:
         return "cancelled" if is_cancelled else "failed"
 
     def show(self, phase: Phase, text: str, outcome: Outcome | None = None) -> None:
-        """Show a phase and a message, unless the start has ended."""
+        """Show a phase and a message."""
         with self._lock:
-            if self.phase is Phase.ENDED:
-                return
             is_news = (phase, text) != (self.phase, self.message)
             self.outcome, self.message, self.phase = outcome, text, phase
             now = time.monotonic()
@@ -1054,13 +1040,13 @@ class Start:
             if is_news:
                 log(f"start: {self.word()}: {text}")
 
-    def conclude(self, result: Result) -> None:
+    def finish_unlock(self, result: Result) -> None:
         """Show how the unlock ended, and forget the passphrase."""
         self._passphrase = None
         self.result = self.result or result
         phase = Phase.BOOTING if result.outcome in HOPEFUL else Phase.ENDED
         self.show(phase, result.message, result.outcome)
-        self.unlocked.set()
+        self.unlock_ended.set()
 
     def cancel(self) -> None:
         """Send nothing any more, and stop watching.
@@ -1077,8 +1063,8 @@ class Start:
         try:
             import subprocess
 
-            # It inherits blocked signals, which thus wait until it is ready for them.
-            # In its own session, it gets none from a terminal.
+            # It inherits blocked signals. print_unlock unblocks them when it has read
+            # the passphrase. In its own session, it gets none from a terminal.
             self.child = child = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -1091,8 +1077,15 @@ class Start:
             return conclude(
                 Outcome.ERROR, f"the unlocking process cannot start: {reason}"
             )
-        with child:  # waits for its end, which its own alarm ensures
-            report = self._exchange(child)
+        report = b""  # its last line
+        with child:  # waits for its end, which its alarm in print_unlock ensures
+            stdin = cast("io.BufferedWriter", child.stdin)
+            with contextlib.suppress(BrokenPipeError):  # its output says why
+                if self._passphrase and not self.cancelled.is_set():
+                    stdin.write(self._passphrase.data)  # fits into the pipe
+                stdin.close()
+            for report in cast("io.BufferedReader", child.stdout):
+                self.sent |= SENT_REPORT in report
         if self.cancelled.is_set() and not self.sent:
             return conclude(Outcome.CANCELLED)
         with contextlib.suppress(ValueError, KeyError, TypeError):  # no result
@@ -1102,18 +1095,6 @@ class Start:
         reason = f"the unlocking process ended with status {child.returncode}"
         outcome = Outcome.NOT_CONFIRMED if self.sent else Outcome.ERROR
         return conclude(outcome, f"{reason}; see waker's log", sent=self.sent)
-
-    def _exchange(self, child: "Popen[bytes]") -> bytes:
-        """Pass the passphrase on; return the last line that the process prints."""
-        stdin = cast("io.BufferedWriter", child.stdin)
-        with contextlib.suppress(BrokenPipeError):  # its output says why
-            if self._passphrase and not self.cancelled.is_set():
-                stdin.write(self._passphrase.data)  # fits into the pipe: cannot block
-            stdin.close()
-        line = b""
-        for line in cast("io.BufferedReader", child.stdout):
-            self.sent |= SENT_REPORT in line
-        return line
 
     def members(self, now: float) -> dict[str, object]:
         """Return what the status says of it."""
@@ -1145,7 +1126,7 @@ class Starter:
     ) -> None:
         self._config = config
         self._watcher = watcher
-        self._command = sys.executable, str(program.resolve()), "unlock"
+        self._child_command = sys.executable, str(program.resolve()), "unlock"
         self._environment = environment
         self._lock = threading.Lock()
         self._last: Start | None = None  # running, or shown until it is forgotten
@@ -1159,11 +1140,11 @@ class Starter:
         while True:
             now = time.monotonic()
             machine = self._watcher.check(now).machine
-            if machine is Machine.UP:
+            if machine is MachineState.UP:
                 return conclude(Outcome.UP)
-            if machine is Machine.LOCKED:
+            if machine is MachineState.LOCKED:
                 return None
-            is_answering = machine is Machine.BOOTING
+            is_answering = machine is MachineState.BOOTING
             if now > deadline and failure and not (start.woke or is_answering):
                 return conclude(Outcome.NOT_AWAKE, f"did not answer, and {failure}")
             if now > deadline:
@@ -1189,10 +1170,10 @@ class Starter:
             if ended:
                 return ended
             tried = time.monotonic()
-            if start.phase is Phase.WAKING:  # it is reached, or reached anew
+            if start.phase is Phase.WAKING:  # the initrd's port had been closed
                 give_up = tried + READY_SECONDS
                 start.show(Phase.UNLOCKING, CONNECTING)
-            result = start.unlock(self._command, self._environment)
+            result = start.unlock(self._child_command, self._environment)
             if result.outcome is not Outcome.NOT_ASKED:
                 return result
             now = time.monotonic()
@@ -1213,14 +1194,14 @@ class Starter:
                 return
             now = time.monotonic()
             machine = self._watcher.check(now).machine
-            if machine is Machine.UP:
+            if machine is MachineState.UP:
                 parts = [result.message, "The system is up."]
                 text = " ".join(parts if is_sure else reversed(parts))
                 start.show(Phase.ENDED, text, Outcome.UP)
                 return
             message = result.message
             is_late = now >= began + DOUBT_SECONDS
-            if not is_sure and is_late and machine is Machine.LOCKED:
+            if not is_sure and is_late and machine is MachineState.LOCKED:
                 message = f"{result.message} {STILL_LOCKED}"
             start.show(Phase.BOOTING, message, result.outcome)
         text = f"{start.message} The system has not answered yet."
@@ -1231,8 +1212,8 @@ class Starter:
             if start.waits:
                 result = self._wake_and_unlock(start)
             else:
-                result = start.unlock(self._command, self._environment)
-            start.conclude(result)
+                result = start.unlock(self._child_command, self._environment)
+            start.finish_unlock(result)
             if start.phase is Phase.BOOTING:
                 self._watch(start, result)
             if start.woke and start.outcome is Outcome.UP:
@@ -1241,12 +1222,17 @@ class Starter:
             start.sent = start.child is not None
             words = "The passphrase may have been sent." if start.sent else UNSENT
             text = f"{describe_bug(error)}. {words}"
-            start.conclude(Result(Outcome.ERROR, text, start.sent))
+            start.finish_unlock(Result(Outcome.ERROR, text, start.sent))
         finally:
-            start.unlocked.set()
+            start.phase = Phase.ENDED  # whatever happened, the next may begin
+            start.unlock_ended.set()
 
     def begin(self, passphrase: Passphrase, now: float, *, waits: bool) -> Start:
-        """Start. Raises: Fault 409 while another may still send; 500; 503."""
+        """Begin a start or an unlock.
+
+        Raises: Fault 409 while another may still send its passphrase; 500 if this box
+        cannot unlock; 503 if it is stopping or too busy.
+        """
         problem = find_problem(self._config)  # may take time: not under the lock
         if problem:
             purpose = "start" if waits else "unlock"
@@ -1267,8 +1253,7 @@ class Starter:
                 start.cancelled.set()  # it may run after all
                 raise Fault(503, "Too busy; try again", ("Retry-After", "5")) from None
             if last:
-                last.show(Phase.ENDED, last.message, last.outcome)
-                last.cancelled.set()
+                last.cancelled.set()  # it only watches
             self._last = start
         return start
 
@@ -1286,7 +1271,7 @@ class Starter:
             if self._last:
                 self._last.cancel()
 
-    def report(self, now: float, machine: Machine) -> dict[str, object]:
+    def report(self, now: float, machine: MachineState) -> dict[str, object]:
         """Forget what is over; return the start's part of GET /api/status."""
         with self._lock:
             start = self._last
@@ -1294,7 +1279,7 @@ class Starter:
                 # Keep a host key alarm: an impostor could clear it by opening the port.
                 kept = Outcome.UP, Outcome.HOST_KEY_DIFFERS
                 is_failed = start.phase is Phase.ENDED and start.outcome not in kept
-                is_over = is_failed and machine is Machine.UP
+                is_over = is_failed and machine is MachineState.UP
                 if is_over or start.ended + SHOWN_SECONDS < now:
                     self._last = start = None
         usual = sorted(self._durations)
@@ -1469,7 +1454,7 @@ def succeed(request: Request, message: str) -> Response:
 
 
 def status_members(app: App, now: float) -> dict[str, object]:
-    ports = app.watcher.check(now, is_for_show=True)
+    ports = app.watcher.check(now, max_age=SYSTEM_SECONDS)
     start = app.starter.report(now, ports.machine)
     return {"name": app.config.name, **ports.members(), **start}
 
@@ -1509,9 +1494,9 @@ def post_wol(app: App, request: Request) -> Response:
 def post_unlock(app: App, request: Request) -> Response:
     passphrase = parse_body(request, "passphrase", Passphrase)
     result = conclude(Outcome.UP)
-    if app.watcher.check(request.now).machine is not Machine.UP:
+    if app.watcher.check(request.now).machine is not MachineState.UP:
         start = app.starter.begin(passphrase, request.now, waits=False)
-        start.unlocked.wait()
+        start.unlock_ended.wait()
         lost = "Internal error; see waker's log. The passphrase may have been sent."
         result = start.result or Result(Outcome.ERROR, lost, sent=True)
     status, text = result.outcome.status, result.message
@@ -1657,7 +1642,8 @@ def read_request(
     client = peer
     forwarded = fields.get("x-forwarded-for", "")
     hops = forwarded.rsplit(",", 16)
-    # Behind an unknown proxy, all clients share one limit. Log no look at the status.
+    # Behind an unknown proxy, all clients share one limit. Polls, which have a token,
+    # would fill the log.
     if forwarded and peer not in proxies and "authorization" not in fields:
         log(f"ip={peer} sends X-Forwarded-For, but is not in WAKER_TRUSTED_PROXY")
     with contextlib.suppress(ValueError):  # not an address: stop here
@@ -1686,10 +1672,9 @@ class Handler(BaseHTTPRequestHandler):
     """One connection: read one request, answer it, and let the client hang up."""
 
     server: "Server"
-    disable_nagle_algorithm = True
 
     def drop(self) -> None:
-        """Let no more arrive. A request that has arrived is still answered."""
+        """Read no more from the client. A complete request is still answered."""
         self.is_dropped = True
         with contextlib.suppress(OSError):  # the client has gone
             self.request.shutdown(socket.SHUT_RD)
@@ -1738,7 +1723,7 @@ class Handler(BaseHTTPRequestHandler):
         self.group = group_client(peer)
         self.deadline = time.monotonic() + CLIENT_SECONDS
         self.is_dropped = False
-        with contextlib.suppress(OSError, Fault):  # the client has gone
+        with contextlib.suppress(OSError, Fault):  # it has gone, or is too slow
             data = self.receive()
             received: Request | Fault
             try:
@@ -1791,13 +1776,14 @@ class Server(ThreadingHTTPServer):
 
         A browser opens six connections, so up to six, all clients are equal.
         """
-        waiting = self.waiting.copy()
-        counts = Counter(handler.group for handler in waiting)
-        most = max(counts.values(), default=0)
-        if most > 6:
-            waiting = {each for each in waiting if counts[each.group] == most}
-        if waiting:
-            secrets.choice([*waiting]).drop()
+        with contextlib.suppress(MemoryError):  # which would end the serving thread
+            waiting = self.waiting.copy()
+            counts = Counter(handler.group for handler in waiting)
+            most = max(counts.values(), default=0)
+            if most > 6:
+                waiting = {each for each in waiting if counts[each.group] == most}
+            if waiting:
+                secrets.choice([*waiting]).drop()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Give a connection a thread; make room first if there are too many."""
@@ -1929,16 +1915,19 @@ def check_ports_and_mac(config: Config) -> Iterator[Finding]:
 
 def check_unlocking(config: Config) -> Iterator[Finding]:
     """Check what an unlock needs, and the login if the initrd is up."""
-    subject = "paramiko"
     try:
         import paramiko
 
-        yield subject, paramiko.__version__, OK
-        subject = "SSH key"
+        yield "paramiko", paramiko.__version__, OK
+    except (ImportError, AttributeError) as error:
+        yield "paramiko", f"{explain_no_paramiko()} ({error})", WRONG
+        return
+    subject = "SSH key"
+    try:
         key = load_key(config.key)
         yield subject, f"{key.get_name()} {fingerprint(key.asbytes())}", OK
         subject = "host key"
-        if check_ports(config).machine is not Machine.LOCKED:
+        if check_ports(config).machine is not MachineState.LOCKED:
             seen = "not seen" if config.host_key else "WAKER_SSH_HOST_KEY is not set"
             text = f"{seen}; check again while the initrd waits for its passphrase"
             yield subject, text, HINT
@@ -1949,8 +1938,6 @@ def check_unlocking(config: Config) -> Iterator[Finding]:
         subject = "login"
         log_in(transport, config)
         yield subject, f"{config.user} can log in; unlock not tried", OK
-    except (ImportError, AttributeError) as error:
-        yield subject, f"{explain_no_paramiko()} ({error})", WRONG
     except UnlockError as error:
         outcome, words = error.args
         is_unpinned = subject == "host key" and not config.host_key
@@ -2016,7 +2003,9 @@ def print_unlock(config: Config, seconds: int) -> int:
     try:
         try:
             passphrase = read_passphrase()
-        except (ValueError, EOFError, OSError, KeyboardInterrupt):
+        except KeyboardInterrupt:
+            result = conclude(Outcome.CANCELLED)
+        except (ValueError, EOFError, OSError):
             form = "1 to 512 bytes of UTF-8 without control characters"
             result = conclude(Outcome.ERROR, f"a passphrase is {form}")
         else:
@@ -2025,7 +2014,9 @@ def print_unlock(config: Config, seconds: int) -> int:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # or a cancel has no effect
             signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the daemon blocks them
             signal.alarm(seconds)  # ends the process even if something hangs
-            deadline = time.monotonic() + seconds - 5  # which leaves time to report
+            # The last verdict comes by then. Looking for a lost connection and a report
+            # take four seconds, and then the alarm ends everything.
+            deadline = time.monotonic() + seconds - 5
             result = unlock(config, passphrase, deadline)
         members = result._asdict() | {"outcome": result.outcome.word}
         os.write(1, f"{json.dumps(members)}\n".encode())

@@ -267,7 +267,7 @@ class Scripted(waker.Watcher):
 
     states: list[waker.PortStates]
 
-    def check(self, now: float, *, is_for_show: bool = False) -> waker.PortStates:
+    def check(self, now: float, *, max_age: float = 1) -> waker.PortStates:
         return self.states.pop(0)
 
 
