@@ -312,8 +312,6 @@ UNSENT_ENDINGS: Final[Mapping[Line, Ending]] = {
     Line.REPORTED: (Outcome.ERROR, "the initrd reports: "),
     Line.OLD_SCRIPT: (Outcome.ERROR, OLD_SCRIPT_FIX),
 }
-NO_SESSION: Final = Outcome.NOT_ASKED, "the SSH server refused to run anything for now"
-LOST: Final = Outcome.NOT_ASKED, "the connection was lost before a disk asked"
 NO_PROMPT: Final = Outcome.NOT_ASKED, "no disk asked; try again in a few seconds"
 NO_COMMAND: Final = Outcome.ERROR, "no unlock command can run: see docs/server.md"
 BY_STATUS: Final = {0: (Outcome.ALREADY_OPEN, ""), 126: NO_COMMAND, 127: NO_COMMAND}
@@ -376,10 +374,8 @@ def wake(config: Config) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
         udp.bind((source, 0))
-        udp.sendto(packet, (str(config.broadcast), config.packet_port))
-        with contextlib.suppress(OSError):  # one has left
-            for _ in range(2):  # UDP loses some
-                udp.sendto(packet, (str(config.broadcast), config.packet_port))
+        for _ in range(3):  # UDP loses some
+            udp.sendto(packet, (str(config.broadcast), config.packet_port))
     return f"Magic packet sent to {config.mac.hex(':')} from {source}"
 
 
@@ -680,23 +676,16 @@ def read_lines(channel: "Channel", until: float) -> Iterator[tuple[Line, str]]:
                     break
 
 
-def is_lost(transport: "Transport") -> bool:
-    transport.join(1)  # second: it may be about to notice
-    return not transport.is_active()
-
-
 def wait_for_prompt(
     transport: "Transport", passphrase: Passphrase, until: float
 ) -> tuple["Channel", str]:
     """Run the command until a disk asks; return the disk. Raises: UnlockError."""
-    ending = NO_SESSION
     try:
         channel = transport.open_session(timeout=math.inf)
         channel.set_combine_stderr(True)
-        ending = NO_COMMAND
         channel.exec_command(COMMAND)
-    except ANY_ERROR:
-        raise UnlockError(*(LOST if is_lost(transport) else ending)) from None
+    except ANY_ERROR:  # the connection was lost, or the server is too busy
+        raise UnlockError(*NO_PROMPT) from None
     for line, name in read_lines(channel, until):
         if line is Line.ASKS:
             return channel, name
@@ -705,9 +694,7 @@ def wait_for_prompt(
             raise UnlockError(outcome, words + passphrase.hide(name))
     if channel.eof_received or channel.closed:
         channel.status_event.wait(END_SECONDS)  # the status may follow the output
-    if channel.exit_status in BY_STATUS:
-        raise UnlockError(*BY_STATUS[channel.exit_status])
-    raise UnlockError(*(LOST if is_lost(transport) else NO_PROMPT))
+    raise UnlockError(*BY_STATUS.get(channel.exit_status, NO_PROMPT))
 
 
 def answer(
@@ -739,9 +726,7 @@ def answer(
     return None
 
 
-def explain_verdict(
-    verdict: Line | None, disk: str, opened: str, transport: "Transport"
-) -> Ending:
+def explain_verdict(verdict: Line | None, disk: str, opened: str) -> Ending:
     """Return how an unlock ended if the passphrase did not open the disk."""
     outcome, words = Outcome.NOT_CONFIRMED, "the initrd did not confirm it"
     if verdict in (Line.REJECTED, Line.WARNED):
@@ -752,8 +737,6 @@ def explain_verdict(
         outcome, words = Outcome.GAVE_UP, ""
     elif verdict is Line.GAVE_UP:  # the server may boot without this disk
         words = f"the initrd gave up on disk {disk}"
-    elif is_lost(transport):
-        words = "the connection was lost before the initrd confirmed it"
     return outcome, f"{words}; unlocked: {opened}" if opened else words
 
 
@@ -776,7 +759,7 @@ def answer_disks(
         if disk not in opened and len(opened) < MAX_DISKS:  # never answer a disk twice
             verdict = answer(channel, passphrase, disk, deadline)
         if verdict is not Line.OPENED:
-            ending = explain_verdict(verdict, passphrase.hide(disk), listed, transport)
+            ending = explain_verdict(verdict, passphrase.hide(disk), listed)
             hint = MAY_GIVE_UP if verdict is Line.WARNED else None
             return conclude(*ending, sent=True)._replace(hint=hint)
         opened.append(disk)
@@ -959,7 +942,7 @@ def read_config(
 PACKET_SECONDS: Final = 10  # between magic packets, while no port is open
 RETRY_SECONDS: Final = 5  # between tries to unlock, while no disk asks
 READY_SECONDS: Final = 120  # for a disk to ask, once the initrd is reached: two tries
-DOUBT_SECONDS: Final = 45  # before the message says that the initrd still runs
+DOUBT_SECONDS: Final = 45  # before the message says that it may have been wrong
 START_SECONDS: Final = 600  # for the initrd to come up, and then for the system
 SHOWN_SECONDS: Final = 3600  # how long the status shows a finished start
 STILL_LOCKED: Final = (
@@ -968,7 +951,6 @@ STILL_LOCKED: Final = (
 )
 ANSWERING: Final = "The server answers; waiting for its initrd"
 CONNECTING: Final = "Connecting to the initrd"
-NOTHING_ASKS: Final = NOT_READY, NO_PROMPT[1]  # though SSH answers
 NEVER_ASKS: Final = (
     "It may never ask again by itself: look at the server's screen, and restart it."
 )
@@ -994,6 +976,9 @@ class Phase(enum.Enum):
 # After these, the system should boot. A start that ends with one was cancelled, or
 # replaced by the next.
 HOPEFUL: Final = Outcome.UNLOCKED, Outcome.ALREADY_OPEN, Outcome.NOT_CONFIRMED
+
+
+Process = tuple[Sequence[str], Mapping[str, str]]  # a command and its environment
 
 
 class Start:
@@ -1058,8 +1043,9 @@ class Start:
         if self.child:
             self.child.terminate()
 
-    def unlock(self, command: Sequence[str], environment: Mapping[str, str]) -> Result:
+    def unlock(self, process: Process) -> Result:
         """Run the process that unlocks, to its end."""
+        command, environment = process
         try:
             import subprocess
 
@@ -1117,17 +1103,10 @@ class Starter:
     Once its unlock has ended, a start only watches, and a new one may replace it.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        watcher: Watcher,
-        program: Path,
-        environment: Mapping[str, str],
-    ) -> None:
+    def __init__(self, config: Config, watcher: Watcher, process: Process) -> None:
         self._config = config
         self._watcher = watcher
-        self._child_command = sys.executable, str(program.resolve()), "unlock"
-        self._environment = environment
+        self._process = process  # unlocks
         self._lock = threading.Lock()
         self._last: Start | None = None  # running, or shown until it is forgotten
         self._is_stopping = False
@@ -1155,8 +1134,8 @@ class Starter:
                     text, failure = wake(self._config), ""
                     start.woke = True
                 except OSError as error:  # the link may drop while the machine wakes
-                    failure = f"no magic packet could be sent ({error.strerror})"
-                    text = f"{failure.capitalize()}; trying again"
+                    reason = f"magic packet could be sent ({error.strerror})"
+                    text, failure = f"No {reason}; trying again", f"no {reason}"
             is_reached = is_answering and not failure
             start.show(Phase.WAKING, ANSWERING if is_reached else text)
             if start.cancelled.wait(1):  # second
@@ -1173,13 +1152,12 @@ class Starter:
             if start.phase is Phase.WAKING:  # the initrd's port had been closed
                 give_up = tried + READY_SECONDS
                 start.show(Phase.UNLOCKING, CONNECTING)
-            result = start.unlock(self._child_command, self._environment)
+            result = start.unlock(self._process)
             if result.outcome is not Outcome.NOT_ASKED:
                 return result
             now = time.monotonic()
             if now + (now - tried) > give_up:  # another try may take as long
-                is_answered = any(words in result.message for words in NOTHING_ASKS)
-                return result._replace(hint=NEVER_ASKS if is_answered else None)
+                return result._replace(hint=NEVER_ASKS)
             start.show(Phase.UNLOCKING, result.message)
             if start.cancelled.wait(RETRY_SECONDS):
                 return conclude(Outcome.CANCELLED)
@@ -1212,7 +1190,7 @@ class Starter:
             if start.waits:
                 result = self._wake_and_unlock(start)
             else:
-                result = start.unlock(self._child_command, self._environment)
+                result = start.unlock(self._process)
             start.finish_unlock(result)
             if start.phase is Phase.BOOTING:
                 self._watch(start, result)
@@ -1438,14 +1416,12 @@ class Page:
 class App:
     """The parts of the daemon."""
 
-    def __init__(
-        self, config: Config, program: Path, environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, config: Config, process: Process) -> None:
         self.config = config
         self.page = Page()
         self.gate = Gate()
         self.watcher = Watcher(config)
-        self.starter = Starter(config, self.watcher, program, environment)
+        self.starter = Starter(config, self.watcher, process)
 
 
 def succeed(request: Request, message: str) -> Response:
@@ -1642,15 +1618,15 @@ def read_request(
     client = peer
     forwarded = fields.get("x-forwarded-for", "")
     hops = forwarded.rsplit(",", 16)
-    # Behind an unknown proxy, all clients share one limit. Polls, which have a token,
-    # would fill the log.
+    # Behind an unknown proxy, all clients share one limit. The page polls with its
+    # token; do not log that.
     if forwarded and peer not in proxies and "authorization" not in fields:
         log(f"ip={peer} sends X-Forwarded-For, but is not in WAKER_TRUSTED_PROXY")
     with contextlib.suppress(ValueError):  # not an address: stop here
         while hops and client in proxies:
             client = plain_address(hops.pop().strip(" \t"))
     content = body[: int(length)] if is_short else None
-    # A PIN attempt counts when its request is complete.
+    # `now` is read here: an attempt counts from when its request is complete.
     return Request(method, path, fields, content, client, time.monotonic())
 
 
@@ -1686,8 +1662,6 @@ class Handler(BaseHTTPRequestHandler):
         """
         self.request.settimeout(max(self.deadline - time.monotonic(), 0.001))
         self.server.waiting.add(self)
-        if self.server.is_stopping:
-            self.drop()
         try:
             data = bytes(self.request.recv(65536))
         finally:
@@ -1758,7 +1732,6 @@ class Server(ThreadingHTTPServer):
         self.socket, self.app = tcp, app
         self.free_places = threading.Semaphore(MAX_CONNECTIONS)
         self.waiting: set[Handler] = set()  # for their clients; each change is atomic
-        self.is_stopping = False
 
     def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
         """Let a client in. Raises: OSError, which the base class ignores."""
@@ -1809,7 +1782,6 @@ class Server(ThreadingHTTPServer):
         """
         self.socket.shutdown(socket.SHUT_RDWR)  # this wakes `serve_forever`
         self.shutdown()
-        self.is_stopping = True
         for handler in self.waiting.copy():
             handler.drop()
         self.server_close()
@@ -2014,8 +1986,7 @@ def print_unlock(config: Config, seconds: int) -> int:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # or a cancel has no effect
             signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the daemon blocks them
             signal.alarm(seconds)  # ends the process even if something hangs
-            # The last verdict comes by then. Looking for a lost connection and a report
-            # take four seconds, and then the alarm ends everything.
+            # The last verdict comes by then, which leaves time to report it.
             deadline = time.monotonic() + seconds - 5
             result = unlock(config, passphrase, deadline)
         members = result._asdict() | {"outcome": result.outcome.word}
@@ -2072,7 +2043,8 @@ def run_command(arguments: argparse.Namespace, program: Path) -> int:
     environment = {n: v for n, v in os.environ.items() if n not in ours}
     environment |= {name: values[name] for name in PORTS + LOGIN if name in values}
     environment["WAKER_SSH_KEY"] = str(config.key)
-    app = App(config, program, environment)
+    command = sys.executable, str(program.resolve()), "unlock"
+    app = App(config, (command, environment))
     if arguments.command == "check":
         os._exit(check(config, file))
     return serve(app)

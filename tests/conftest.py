@@ -301,11 +301,14 @@ def environment(settings: Mapping[str, str]) -> dict[str, str]:
     return others | dict(settings)
 
 
+UNLOCK = sys.executable, PROGRAM, "unlock"
+
+
 def new_app(
     config: waker.Config, settings: Mapping[str, str] | None = None
 ) -> waker.App:
     """Put the daemon's parts together. To unlock, it needs the machine's settings."""
-    return waker.App(config, Path(PROGRAM), environment(settings or {}))
+    return waker.App(config, (UNLOCK, environment(settings or {})))
 
 
 @contextlib.contextmanager

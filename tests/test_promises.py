@@ -744,7 +744,9 @@ UNLOCKS = {
         "asks root; take; echo Error: Timeout reached while waiting for PID 9.; exit 1",
         *("not_confirmed", 1),
     ),
-    "hangs up": Unlock("asks root; take; kill -9 $PPID", "not_confirmed", 1, "lost"),
+    "hangs up": Unlock(
+        "asks root; take; kill -9 $PPID", "not_confirmed", 1, "did not confirm"
+    ),
     "opens another disk": Unlock(
         f"{ONCE}; asks root; take; opens data; exit 1", "not_confirmed", 1
     ),

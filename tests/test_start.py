@@ -12,14 +12,13 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import (
     PASSPHRASE,
     PIN,
-    PROGRAM,
+    UNLOCK,
     Daemon,
     daemon,
     environment,
@@ -275,8 +274,8 @@ def starter_of(machine: Machine) -> tuple[waker.Starter, Scripted]:
     machine.make_keys()
     config = app_of(machine).config
     watcher = Scripted(config)
-    variables = environment(machine.settings())
-    return waker.Starter(config, watcher, Path(PROGRAM), variables), watcher
+    process = UNLOCK, environment(machine.settings())
+    return waker.Starter(config, watcher, process), watcher
 
 
 @contextlib.contextmanager

@@ -127,7 +127,7 @@ class Liar(paramiko.ServerInterface):
 
 ASKS = "Please unlock disk root\n"
 OPENED = "cryptsetup: root set up successfully\n"
-NO_COMMAND = f"error: no unlock command can run: see docs/server.md. {UNSENT}"
+NO_PROMPT = f"not_asked: no disk asked; try again in a few seconds. {UNSENT}"
 
 
 def reads(channel: paramiko.Channel) -> bytes:
@@ -140,7 +140,7 @@ def reads(channel: paramiko.Channel) -> bytes:
 SERVERS = {
     "an impostor": (DROPBEAR, OTHER_KEY, "own port", "host_key_differs: "),
     "an impostor on one port": (DROPBEAR, OTHER_KEY, "one port", "host_key_differs: "),
-    "the initrd on one port": (DROPBEAR, HOST_KEY, "one port", NO_COMMAND),
+    "the initrd on one port": (DROPBEAR, HOST_KEY, "one port", NO_PROMPT),
     "the system on one port": (OPENSSH, OTHER_KEY, "one port", "up: "),
 }
 
@@ -156,7 +156,7 @@ def test_waker_logs_in_only_to_an_initrd_whose_host_key_is_pinned(
         system = port if ports == "one port" else free_port()
         message = unlock(settings_at(tmp_path, port, pinned, SYSTEM_SSH_PORT=system))
     assert message.startswith(expected)
-    assert server.users == (["root"] if expected == NO_COMMAND else [])
+    assert server.users == (["root"] if expected == NO_PROMPT else [])
 
 
 KINDS: dict[str, Callable[[str], paramiko.PKey]] = {
@@ -178,7 +178,7 @@ def test_the_keys_of_both_sides_may_be_of_any_kind(tmp_path: Path) -> None:
     with tcp_server(server.serve) as port:
         for kind, key in keys.items():
             own = {"SSH_USER": kind, "SSH_KEY": tmp_path / kind}
-            assert unlock(settings_at(tmp_path, port, key, **own)) == NO_COMMAND
+            assert unlock(settings_at(tmp_path, port, key, **own)) == NO_PROMPT
     assert server.users == [*KINDS]
 
 
@@ -398,8 +398,10 @@ def test_a_server_that_loses_its_power_is_noticed(home: Home, tmp_path: Path) ->
         serving = tcp_server(liar.serve, address)
         port = server.run(lambda: stack.enter_context(serving))
         settings = settings_at(tmp_path, port, HOMELAB_HOST=address)
-        message = router.run(lambda: unlock(settings, seconds=25))
-    assert re.match("not_confirmed: .*connection was lost", message)
+        began = time.monotonic()
+        message = router.run(lambda: unlock(settings, seconds=90))
+    assert time.monotonic() < began + 60  # by TCP, not by the limit
+    assert message.startswith("not_confirmed: ")
     assert liar.received == [RIGHT]
 
 
@@ -448,7 +450,7 @@ def send_big(liar: Liar) -> None:
         packetizer.write_all(cipher.update(struct.pack(">I", BIG + 12) + bytes(12)))
 
 
-LOST = "not_asked: .*(hung up|lost)"
+LOST = "not_asked: .*(hung up|no disk asked)"
 SHORT_OF_MEMORY = Liar(opens=OPEN_FAILED_RESOURCE_SHORTAGE)
 ATTACKS = {
     "packet at login": (Liar(moment="login", act=send_big), LOST),
@@ -457,7 +459,7 @@ ATTACKS = {
     "endless output": (Liar(["x" * (1 << 16)] * (BIG >> 16)), "not_asked: "),
     "silence at login": (Liar(moment="login", act=freeze), LOST),
     "silence at the command": (Liar(moment="exec", act=freeze), LOST),
-    "no channel": (SHORT_OF_MEMORY, "not_asked: the SSH server refused"),
+    "no channel": (SHORT_OF_MEMORY, "not_asked: no disk asked"),
 }
 
 

@@ -259,7 +259,8 @@ def main(wish: str = "127.0.0.1:8080") -> int:
         )
         Thread(target=machine.obey, args=(0,), daemon=True).start()
         environment = dict(os.environ) | machine.settings()
-        return waker.serve(waker.App(config, Path(waker.__file__), environment))
+        command = sys.executable, waker.__file__, "unlock"
+        return waker.serve(waker.App(config, (command, environment)))
 
 
 if __name__ == "__main__":
