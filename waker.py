@@ -271,7 +271,6 @@ class UnlockError(Exception):
 
 COMMAND: Final = "cryptroot-unlock"
 DISK: Final = r"([^\x00-\x20\x7f-\xa0]+)"  # its name, without spaces
-NOT_READY: Final = "the initrd is not ready yet; try again in a few seconds"
 MAY_GIVE_UP: Final = (
     "Be careful: after another wrong passphrase, systemd may give up until you restart"
     " the server (unless crypttab has tries=0)."
@@ -302,17 +301,17 @@ class Line(enum.Enum):
 
 
 Ending = tuple[Outcome, str]  # with words that follow the outcome's sentence
+NO_PROMPT: Final = Outcome.NOT_ASKED, "no disk asked; try again in a few seconds"
 # What ends an unlock that has sent nothing. Ignore other lines: they may be about a
 # passphrase that was typed at the server.
 UNSENT_ENDINGS: Final[Mapping[Line, Ending]] = {
     Line.GAVE_UP: (Outcome.GAVE_UP, ""),
     Line.ALL_OPEN: (Outcome.ALREADY_OPEN, ""),
     Line.BOOTED: (Outcome.UP, ""),
-    Line.TOO_EARLY: (Outcome.NOT_ASKED, NOT_READY),
+    Line.TOO_EARLY: NO_PROMPT,
     Line.REPORTED: (Outcome.ERROR, "the initrd reports: "),
     Line.OLD_SCRIPT: (Outcome.ERROR, OLD_SCRIPT_FIX),
 }
-NO_PROMPT: Final = Outcome.NOT_ASKED, "no disk asked; try again in a few seconds"
 NO_COMMAND: Final = Outcome.ERROR, "no unlock command can run: see docs/server.md"
 BY_STATUS: Final = {0: (Outcome.ALREADY_OPEN, ""), 126: NO_COMMAND, 127: NO_COMMAND}
 
@@ -374,8 +373,10 @@ def wake(config: Config) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
         udp.bind((source, 0))
-        for _ in range(3):  # UDP loses some
-            udp.sendto(packet, (str(config.broadcast), config.packet_port))
+        udp.sendto(packet, (str(config.broadcast), config.packet_port))
+        with contextlib.suppress(OSError):  # one has left
+            for _ in range(2):  # UDP loses some
+                udp.sendto(packet, (str(config.broadcast), config.packet_port))
     return f"Magic packet sent to {config.mac.hex(':')} from {source}"
 
 
@@ -388,36 +389,25 @@ class PortState(enum.Enum):
     UNKNOWN = "could not be checked: see WAKER_HOMELAB_HOST and this box's network"
 
 
-class MachineState(enum.Enum):
-    """The state of the machine, in a word for programs."""
-
-    OFF = "off"
-    BOOTING = "booting"
-    LOCKED = "locked"
-    UP = "up"
-    UNKNOWN = "unknown"
-
-
 class PortStates(NamedTuple):
     """The states of the machine's two ports."""
 
     initrd: PortState
     system: PortState
 
-    @property
-    def machine(self) -> MachineState:
-        if self.system is PortState.OPEN:
-            return MachineState.UP
-        if PortState.UNKNOWN in self:
-            return MachineState.UNKNOWN
-        if self.initrd is PortState.OPEN:
-            return MachineState.LOCKED
-        return MachineState.BOOTING if PortState.CLOSED in self else MachineState.OFF
-
     def members(self) -> dict[str, object]:
         """Return the machine's part of GET /api/status."""
+        state = "off"
+        if PortState.CLOSED in self:
+            state = "booting"
+        if self.initrd is PortState.OPEN:
+            state = "locked"
+        if PortState.UNKNOWN in self:
+            state = "unknown"
+        if self.system is PortState.OPEN:
+            state = "up"
         return {
-            "state": self.machine.value,
+            "state": state,
             "reachable": PortState.OPEN in self or PortState.CLOSED in self,
             "initrd_ssh_open": self.initrd is PortState.OPEN,
             "system_ssh_open": self.system is PortState.OPEN,
@@ -512,6 +502,7 @@ class Watcher:
 # possible, and report only disk names and the words of our own script.
 
 CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
+KEX_SECONDS: Final = 30  # for the key exchange: slow boxes take two
 LOST_SECONDS: Final = 10  # without acknowledgement, before the connection is lost
 PROMPT_SECONDS: Final = 50  # for the first prompt: an emulated machine took 30
 NEXT_PROMPT_SECONDS: Final = 15  # for the next disk
@@ -579,8 +570,10 @@ def open_transport(config: Config, until: float) -> "Transport":
 
 def verify(transport: "Transport", config: Config) -> None:
     """Exchange keys; check that the host key is pinned. Raises: UnlockError."""
+    is_over = threading.Event()
     try:
-        transport.start_client()
+        transport.start_client(is_over)
+        is_over.wait(KEX_SECONDS)
         key = transport.get_remote_server_key()
     except ANY_ERROR:
         detail = "the SSH server hung up, stopped responding, or shares no algorithm"
@@ -927,7 +920,7 @@ def read_config(
     if config.broadcast == LIMITED and ":" in config.host:
         must = "must be set: WAKER_HOMELAB_HOST is IPv6"
         mistakes.append(f"WAKER_HOMELAB_BROADCAST {must}")
-    if config.host_key and config.key.name:  # both are valid
+    if config.host_key and "key" in parsed:
         problem = find_key_problem(config.key)
         mistakes += [f"WAKER_SSH_KEY {problem}"] if problem else []
     if mistakes:
@@ -954,14 +947,6 @@ CONNECTING: Final = "Connecting to the initrd"
 NEVER_ASKS: Final = (
     "It may never ask again by itself: look at the server's screen, and restart it."
 )
-
-
-# Why the initrd did not come up.
-ASLEEP: Final = {
-    MachineState.OFF: "did not wake or is silent: check power, cable and Wake-on-LAN",
-    MachineState.BOOTING: "answers, but its initrd's SSH port is closed",
-    MachineState.UNKNOWN: PortState.UNKNOWN.value,
-}
 
 
 class Phase(enum.Enum):
@@ -1064,7 +1049,11 @@ class Start:
                 Outcome.ERROR, f"the unlocking process cannot start: {reason}"
             )
         report = b""  # its last line
-        with child:  # waits for its end, which its alarm in print_unlock ensures
+        with child:  # waits for its end
+            # Its own alarm is set only once it has read the passphrase.
+            watchdog = threading.Timer(UNLOCK_SECONDS + 5, child.kill)
+            watchdog.daemon = True
+            watchdog.start()
             stdin = cast("io.BufferedWriter", child.stdin)
             with contextlib.suppress(BrokenPipeError):  # its output says why
                 if self._passphrase and not self.cancelled.is_set():
@@ -1072,6 +1061,7 @@ class Start:
                 stdin.close()
             for report in cast("io.BufferedReader", child.stdout):
                 self.sent |= SENT_REPORT in report
+            watchdog.cancel()
         if self.cancelled.is_set() and not self.sent:
             return conclude(Outcome.CANCELLED)
         with contextlib.suppress(ValueError, KeyError, TypeError):  # no result
@@ -1097,6 +1087,17 @@ class Start:
             }
 
 
+def explain_asleep(ports: PortStates, failure: str) -> str:
+    """Return why the initrd did not come up; `failure` is why no packet ever left."""
+    if PortState.CLOSED in ports:
+        return "answers, but its initrd's SSH port is closed"
+    if failure:
+        return f"did not answer, and {failure}"
+    if PortState.UNKNOWN in ports:
+        return PortState.UNKNOWN.value
+    return "did not wake or is silent: check power, cable and Wake-on-LAN"
+
+
 class Starter:
     """Runs one start at a time, and keeps the last one for the status.
 
@@ -1118,16 +1119,14 @@ class Starter:
         text, failure = "", ""
         while True:
             now = time.monotonic()
-            machine = self._watcher.check(now).machine
-            if machine is MachineState.UP:
+            ports = self._watcher.check(now)
+            if ports.system is PortState.OPEN:
                 return conclude(Outcome.UP)
-            if machine is MachineState.LOCKED:
+            if ports.initrd is PortState.OPEN:
                 return None
-            is_answering = machine is MachineState.BOOTING
-            if now > deadline and failure and not (start.woke or is_answering):
-                return conclude(Outcome.NOT_AWAKE, f"did not answer, and {failure}")
             if now > deadline:
-                return conclude(Outcome.NOT_AWAKE, ASLEEP[machine])
+                why = explain_asleep(ports, "" if start.woke else failure)
+                return conclude(Outcome.NOT_AWAKE, why)
             if now >= packet_due:
                 packet_due = now + PACKET_SECONDS
                 try:
@@ -1136,8 +1135,8 @@ class Starter:
                 except OSError as error:  # the link may drop while the machine wakes
                     reason = f"magic packet could be sent ({error.strerror})"
                     text, failure = f"No {reason}; trying again", f"no {reason}"
-            is_reached = is_answering and not failure
-            start.show(Phase.WAKING, ANSWERING if is_reached else text)
+            is_answering = PortState.CLOSED in ports and not failure
+            start.show(Phase.WAKING, ANSWERING if is_answering else text)
             if start.cancelled.wait(1):  # second
                 return conclude(Outcome.CANCELLED)
 
@@ -1157,7 +1156,8 @@ class Starter:
                 return result
             now = time.monotonic()
             if now + (now - tried) > give_up:  # another try may take as long
-                return result._replace(hint=NEVER_ASKS)
+                is_answered = result == conclude(*NO_PROMPT)
+                return result._replace(hint=NEVER_ASKS if is_answered else None)
             start.show(Phase.UNLOCKING, result.message)
             if start.cancelled.wait(RETRY_SECONDS):
                 return conclude(Outcome.CANCELLED)
@@ -1167,19 +1167,20 @@ class Starter:
         is_sure = result.outcome is not Outcome.NOT_CONFIRMED
         began = now = time.monotonic()
         while now < began + START_SECONDS:
-            if start.cancelled.wait(1):  # second
+            start.cancelled.wait(1)  # second
+            now = time.monotonic()
+            ports = self._watcher.check(now)
+            if start.cancelled.is_set():  # by its owner, or by the next start
                 start.show(Phase.ENDED, start.message, result.outcome)
                 return
-            now = time.monotonic()
-            machine = self._watcher.check(now).machine
-            if machine is MachineState.UP:
+            if ports.system is PortState.OPEN:
                 parts = [result.message, "The system is up."]
                 text = " ".join(parts if is_sure else reversed(parts))
                 start.show(Phase.ENDED, text, Outcome.UP)
                 return
             message = result.message
             is_late = now >= began + DOUBT_SECONDS
-            if not is_sure and is_late and machine is MachineState.LOCKED:
+            if not is_sure and is_late and ports.initrd is PortState.OPEN:
                 message = f"{result.message} {STILL_LOCKED}"
             start.show(Phase.BOOTING, message, result.outcome)
         text = f"{start.message} The system has not answered yet."
@@ -1203,6 +1204,7 @@ class Starter:
             start.finish_unlock(Result(Outcome.ERROR, text, start.sent))
         finally:
             start.phase = Phase.ENDED  # whatever happened, the next may begin
+            start.ended = min(start.ended, time.monotonic())
             start.unlock_ended.set()
 
     def begin(self, passphrase: Passphrase, now: float, *, waits: bool) -> Start:
@@ -1249,7 +1251,7 @@ class Starter:
             if self._last:
                 self._last.cancel()
 
-    def report(self, now: float, machine: MachineState) -> dict[str, object]:
+    def report(self, now: float, ports: PortStates) -> dict[str, object]:
         """Forget what is over; return the start's part of GET /api/status."""
         with self._lock:
             start = self._last
@@ -1257,7 +1259,7 @@ class Starter:
                 # Keep a host key alarm: an impostor could clear it by opening the port.
                 kept = Outcome.UP, Outcome.HOST_KEY_DIFFERS
                 is_failed = start.phase is Phase.ENDED and start.outcome not in kept
-                is_over = is_failed and machine is MachineState.UP
+                is_over = is_failed and ports.system is PortState.OPEN
                 if is_over or start.ended + SHOWN_SECONDS < now:
                     self._last = start = None
         usual = sorted(self._durations)
@@ -1431,7 +1433,7 @@ def succeed(request: Request, message: str) -> Response:
 
 def status_members(app: App, now: float) -> dict[str, object]:
     ports = app.watcher.check(now, max_age=SYSTEM_SECONDS)
-    start = app.starter.report(now, ports.machine)
+    start = app.starter.report(now, ports)
     return {"name": app.config.name, **ports.members(), **start}
 
 
@@ -1470,7 +1472,7 @@ def post_wol(app: App, request: Request) -> Response:
 def post_unlock(app: App, request: Request) -> Response:
     passphrase = parse_body(request, "passphrase", Passphrase)
     result = conclude(Outcome.UP)
-    if app.watcher.check(request.now).machine is not MachineState.UP:
+    if app.watcher.check(request.now).system is not PortState.OPEN:
         start = app.starter.begin(passphrase, request.now, waits=False)
         start.unlock_ended.wait()
         lost = "Internal error; see waker's log. The passphrase may have been sent."
@@ -1662,6 +1664,8 @@ class Handler(BaseHTTPRequestHandler):
         """
         self.request.settimeout(max(self.deadline - time.monotonic(), 0.001))
         self.server.waiting.add(self)
+        if self.server.is_stopping:
+            self.drop()
         try:
             data = bytes(self.request.recv(65536))
         finally:
@@ -1732,6 +1736,7 @@ class Server(ThreadingHTTPServer):
         self.socket, self.app = tcp, app
         self.free_places = threading.Semaphore(MAX_CONNECTIONS)
         self.waiting: set[Handler] = set()  # for their clients; each change is atomic
+        self.is_stopping = False
 
     def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
         """Let a client in. Raises: OSError, which the base class ignores."""
@@ -1782,6 +1787,7 @@ class Server(ThreadingHTTPServer):
         """
         self.socket.shutdown(socket.SHUT_RDWR)  # this wakes `serve_forever`
         self.shutdown()
+        self.is_stopping = True
         for handler in self.waiting.copy():
             handler.drop()
         self.server_close()
@@ -1899,7 +1905,8 @@ def check_unlocking(config: Config) -> Iterator[Finding]:
         key = load_key(config.key)
         yield subject, f"{key.get_name()} {fingerprint(key.asbytes())}", OK
         subject = "host key"
-        if check_ports(config).machine is not MachineState.LOCKED:
+        ports = check_ports(config)
+        if ports.initrd is not PortState.OPEN or ports.system is PortState.OPEN:
             seen = "not seen" if config.host_key else "WAKER_SSH_HOST_KEY is not set"
             text = f"{seen}; check again while the initrd waits for its passphrase"
             yield subject, text, HINT

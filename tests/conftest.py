@@ -376,6 +376,7 @@ class Daemon:
 LIMITS = {
     "packet_port": "packet_port: int = 9",
     "system_seconds": "SYSTEM_SECONDS: Final = 8",
+    "kex_seconds": "KEX_SECONDS: Final = 30",
     "packet_seconds": "PACKET_SECONDS: Final = 10",
     "retry_seconds": "RETRY_SECONDS: Final = 5",
     "prompt_seconds": "READY_SECONDS: Final = 120",

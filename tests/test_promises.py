@@ -1071,15 +1071,20 @@ def test_an_unlocking_process_that_dies_is_reported_as_it_died(
             assert client.start().status == 200  # the next may begin
 
 
-def test_an_unlock_that_hangs_ends_at_its_deadline(machine: Machine) -> None:
+def test_an_unlock_that_hangs_is_killed_at_its_deadline(machine: Machine) -> None:
     program = shortened(machine.ask("sleep 60").folder, unlock_seconds=6)
     with daemon(machine.settings(), program=program) as started:
         client = started.client.log_in()
-        began = time.monotonic()
-        answer = client.unlock()
+        with ThreadPoolExecutor() as pool:
+            unlocking = pool.submit(client.unlock)
+            child = wait_for_child(started.process.pid)
+            os.kill(child, signal.SIGSTOP)  # by itself it would end in time
+            began = time.monotonic()
+            answer = unlocking.result()
         assert time.monotonic() < began + 30
         assert answer.status == 500
         assert "not sent" in answer.error
+        assert is_gone(child)
 
 
 # ---- A start -------------------------------------------------------------------------

@@ -265,8 +265,11 @@ class Scripted(waker.Watcher):
     """Finds what a test wants, in this order, and then nothing."""
 
     states: list[waker.PortStates]
+    error: Any = None
 
     def check(self, now: float, *, max_age: float = 1) -> waker.PortStates:
+        if self.error:
+            raise self.error
         return self.states.pop(0)
 
 
@@ -292,7 +295,7 @@ def start_of(starter: waker.Starter, ago: float = 0) -> Iterator[None]:
 
 def members(starter: waker.Starter) -> Any:
     """Return what the status says of the starts."""
-    return starter.report(time.monotonic(), OFF.machine)
+    return starter.report(time.monotonic(), OFF)
 
 
 # ---- Usual time, and failures of the box ---------------------------------------------
@@ -325,6 +328,24 @@ def test_a_bug_ends_a_start_and_the_next_may_begin(machine: Machine) -> None:
         start = members(starter)["start"]
     assert (start["phase"], start["sent"]) == ("failed", False)
     assert re.search("bug: IndexError.*was not sent", start["message"])
+
+
+class Unnamed(type):
+    """Makes errors that cannot be described."""
+
+    @property
+    def __name__(cls) -> str:  # type: ignore[override]
+        raise MemoryError
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_that_cannot_be_described_blocks_no_start(machine: Machine) -> None:
+    starter, watcher = starter_of(machine)
+    watcher.error = Unnamed("Bug", (Exception,), {})
+    for _ in range(2):
+        with start_of(starter):
+            pass
+    assert members(starter)["start"]["phase"] == "failed"
 
 
 def test_a_start_that_gets_no_thread_has_not_begun(machine: Machine) -> None:

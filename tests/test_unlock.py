@@ -30,10 +30,11 @@ from conftest import (
     environment,
     need,
     run_waker,
+    shortened,
     wait_for,
 )
 from homelab import DROPBEAR, OPENSSH, new_key
-from machine import WORDS, Machine
+from machine import WORDS, Machine, wait_until
 from namespaces import Home, ip
 from paramiko.common import (
     AUTH_SUCCESSFUL,
@@ -514,6 +515,29 @@ def test_a_box_that_loads_paramiko_slowly_still_reports_in_time(tmp_path: Path) 
     with tcp_server(silent.serve) as port:
         settings = settings_at(tmp_path, port) | {"PYTHONPATH": str(folder)}
         assert re.match(LOST, unlock(settings, seconds=10))
+
+
+def test_a_server_that_says_nothing_is_given_up_for_another_try(
+    tmp_path: Path,
+) -> None:
+    """And nobody is told that its initrd will never ask."""
+
+    def stay_silent(connection: socket.socket) -> None:
+        with connection:
+            while connection.recv(4096):
+                pass
+
+    limits = {"kex_seconds": 1, "prompt_seconds": 1, "retry_seconds": 0.1}
+    program = shortened(tmp_path, **limits)
+    with tcp_server(stay_silent) as port:
+        settings = settings_at(tmp_path, port, SYSTEM_SSH_PORT=free_port())
+        with daemon(MACHINE | settings, program=program) as started:
+            client = started.client.log_in()
+            assert client.start().status == 200
+            start = wait_until(client, "failed")
+    assert (start["outcome"], start["hint"]) == ("not_asked", None)
+    assert "hung up" in start["message"]
+    assert start["seconds"] < 60  # of the 90 that an unlock may take
 
 
 def test_an_impostor_cannot_exhaust_the_box(tmp_path: Path) -> None:
