@@ -118,7 +118,7 @@ GUESTS = (
     Guest("two-disks", port=22, forced=False, disks=["cryptroot", "crypthome"]),
     Guest("slow", iterations=400_000),
     Guest("dracut", suite="trixie", tries=0, disks=["cryptroot", "crypthome"]),
-    Guest("dracut-shell", suite="trixie", forced=False),
+    Guest("dracut-shell", suite="trixie", forced=False, tries=3),
     Guest("dracut-differ", suite="trixie", tries=0, disks=["cryptroot", "cryptdata"]),
 )
 UNSTABLE = Guest("unstable", suite="sid", tries=0)
