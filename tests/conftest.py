@@ -51,6 +51,7 @@ PACKAGES = {
     "import": "imagemagick",
     "ip": "iproute2",
     "mke2fs": "e2fsprogs",
+    "nsenter": "util-linux",
     "prlimit": "util-linux",
     "qemu-system-x86_64": "qemu-system-x86",
     "setpriv": "util-linux",
@@ -61,6 +62,7 @@ PACKAGES = {
     "systemctl": "systemd",
     "systemd-analyze": "systemd",
     "tinysshd-makekey": "tinysshd",
+    "unmkinitramfs": "initramfs-tools-core",
     "unshare": "util-linux",
 }
 # Reasons to skip a test. The end of the output counts them.
