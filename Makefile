@@ -73,6 +73,10 @@ install-procd: install-program
 	sed 's|/usr/bin|$(PREFIX)/bin|' waker.init > dist/waker.init
 	install -D -m 755 dist/waker.init "$(DESTDIR)/etc/init.d/waker"
 
+server: ## prepare a server; SERVER=me@192.168.1.20, CONFIG=, UNDO=1, OPTIONS=--yes
+	@$(PYTHON) -B -m server.from_box prepare "$(CONFIG)" "$(SERVER)" \
+		$(if $(UNDO),--undo) $(OPTIONS)
+
 install-notify: ## send messages to your phone when the server waits and is up; PREFIX=
 	$(if $(DESTDIR),$(error install-notify starts a service here: leave out DESTDIR))
 	@box/notify/install "$(PREFIX)"

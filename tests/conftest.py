@@ -55,6 +55,7 @@ PACKAGES = {
     "prlimit": "util-linux",
     "qemu-system-x86_64": "qemu-system-x86",
     "setpriv": "util-linux",
+    "setsid": "util-linux",
     "ss": "iproute2",
     "ssh": "openssh-client",
     "ssh-keygen": "openssh-client",
@@ -173,15 +174,21 @@ def wait_for_child(pid: int) -> int:
     return wait_for(find)
 
 
-def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run make in a folder that gets a copy of what the box needs of the checkout."""
+def copy_checkout(folder: Path) -> None:
+    """Copy what the box needs of the checkout."""
     folder.mkdir(exist_ok=True)
     for pattern in ("Makefile", "README.md", "ui.html", "waker.*"):
         for path in CHECKOUT.glob(pattern):
             shutil.copy(path, folder)
-    shutil.copytree(CHECKOUT / "box", folder / "box", dirs_exist_ok=True)
+    for name in ("box", "server"):
+        shutil.copytree(CHECKOUT / name, folder / name, dirs_exist_ok=True)
     folder.joinpath("tests").mkdir(exist_ok=True)
     shutil.copy(CHECKOUT / "tests/targets.mk", folder / "tests")
+
+
+def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run make in a folder that gets a copy of the checkout."""
+    copy_checkout(folder)
     command = [need("make"), "--silent", "-C", str(folder), *arguments]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
 

@@ -51,7 +51,7 @@ screenshots: $(VENV)/done ## take pictures of the page in every state
 lint: $(VENV)/done ## run ruff, mypy and shellcheck
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy waker.py box tests
+	$(BIN)/mypy waker.py box tests server
 	shellcheck tests/enter $(addprefix server/dracut/46initrd-ssh/,\
 		cryptroot-unlock module-setup.sh)
 	shellcheck --shell=dash waker.init box/raspberry-pi/vendor-data \

@@ -77,7 +77,7 @@ def tcp_server(serve: Serve, address: str = "127.0.0.1") -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def process(port: int, script: str, *options: str) -> Iterator[None]:
+def process(port: int, script: str, *options: str) -> Iterator[subprocess.Popen[str]]:
     """Start a server in a mount namespace, wait until it listens, and kill it later."""
     need_root()
     command = [need("unshare"), "--mount", *options, "sh", "-ec", script]
@@ -85,7 +85,7 @@ def process(port: int, script: str, *options: str) -> Iterator[None]:
         try:
             wait_for(lambda: is_open("127.0.0.1", port) or server.poll() is not None)
             assert server.poll() is None, server.communicate()[1]
-            yield
+            yield server
         finally:
             server.kill()
 
