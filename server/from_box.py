@@ -6,7 +6,7 @@
 folder with waker.env and ssh_key.pub. If only root may change it, sudo runs this file
 again: with `key` to read the public key, and with `settle` to write the settings.
 
-prepare.py, the dracut module and the public key travel in ssh's command line. That
+prepare.py, the files beside it and the public key travel in ssh's command line. That
 leaves the terminal to the passwords and to prepare.py's question. The answer is
 whatever a server prints. Only five settings are accepted, between two lines with a
 nonce, if prepare.py succeeded and waker's own parsers accept every value. Otherwise,
@@ -48,8 +48,8 @@ PIN_LENGTH: Final = 12
 REMOTE: Final = """\
 PATH=$PATH:/usr/sbin:/sbin
 if ! python3 -c 'import json' 2>/dev/null; then
-    echo 'Python is missing on the server, or incomplete. On the server, install it as'
-    echo 'root: apt install python3'
+    echo 'The server lacks Python, or a part of it. As root, run this there:'
+    echo '    apt install python3'
     exit 1
 fi
 folder=$(mktemp -d) || exit
@@ -158,8 +158,9 @@ def remote_command(arguments: str) -> str:
     """
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-        for name in ("prepare.py", "dracut"):
-            archive.add(CHECKOUT / "server" / name, name)
+        for path in CHECKOUT.glob("server/*"):
+            if path.name not in ("from_box.py", "__pycache__"):
+                archive.add(path, path.name)
     files = base64.b64encode(packed.getvalue()).decode()
     script = REMOTE.replace("@FILES@", files).replace("@ARGUMENTS@", arguments)
     encoded = base64.b64encode(script.encode()).decode()
@@ -225,8 +226,11 @@ def write_settings(folder: Path, text: str, expected: Mapping[str, str]) -> None
             os.fchown(descriptor, before.st_uid, before.st_gid)
             os.fchmod(descriptor, before.st_mode & 0o7777)
             os.fsync(descriptor)
-        if waker.read_env_file(part) != expected:
-            raise ConfigError(f"{real} cannot be changed safely: edit it by hand")
+        will_be_read = None
+        with contextlib.suppress(ConfigError):
+            will_be_read = waker.read_env_file(part)
+        if will_be_read != expected:
+            raise ConfigError(f"{real} cannot be changed safely. Edit it by hand.")
         part.replace(real)
     finally:
         part.unlink(missing_ok=True)
