@@ -283,26 +283,22 @@ def settle(folder: Path, found: Mapping[str, str]) -> None:
         write_settings(folder, fill_in(text, added), present | added)
     print(f"\nWritten to {file}: {', '.join(added) or 'nothing, all is there'}.")
     for name, value in kept.items():
-        print(f"\n{name} is kept, but the server reports another value:")
+        print(f"\n{name} was kept, but the server reports another value:")
         print(f"    {waker.printable(present[name])}\n    {value} (the server's)")
     if "WAKER_PIN" in added:  # not to standard output, which may be somebody's log
         with contextlib.suppress(OSError), Path("/dev/tty").open("w") as terminal:
-            terminal.write(f"\nYour new PIN, which is shown only now: {pin}\n")
+            terminal.write(f"\nYour new PIN (59 random bits), shown only now: {pin}\n")
     where = start_waker(folder) if folder == INSTALLED else ""
     if kept:
-        print(
-            "\nIf the kept settings above are wrong, correct them, and restart waker."
-        )
-    print(
-        "\nOne thing is left. Reboot the server, and unlock it from your phone", end=""
-    )
-    print(f"{where}.")
+        print("\nFirst compare the settings above that were kept.")
+    left = "One thing is left: reboot the server, and unlock it from your phone"
+    print(f"\n{left}{where}.")
 
 
 # ---- Commands ------------------------------------------------------------------------
 
 
-def prepare(folder: Path, server: str, options: Sequence[str]) -> int:
+def prepare(folder: Path, server: str = "", *options: str) -> int:
     """Prepare the server, or undo that. Raises: ConfigError, OSError."""
     if not server or server.startswith("-"):
         raise ConfigError("Name the server: make server SERVER=me@192.168.1.20")
@@ -312,13 +308,11 @@ def prepare(folder: Path, server: str, options: Sequence[str]) -> int:
     nonce = secrets.token_hex(16)
     arguments = shlex.join(options)
     if "--undo" not in options:
-        command = [*again, "key", str(folder)]
-        read = subprocess.run(
-            command, cwd=CHECKOUT, stdout=subprocess.PIPE, check=False
-        )
-        if read.returncode:
-            return read.returncode
-        key = f"{read.stdout.decode().strip()} waker"
+        read = [*again, "key", str(folder)]
+        shown = subprocess.run(read, cwd=CHECKOUT, stdout=subprocess.PIPE, check=False)
+        if shown.returncode:
+            return shown.returncode
+        key = f"{shown.stdout.decode().strip()} waker"
         # The first word of SSH_CONNECTION is the address of this box.
         box = '--box "$SSH_CONNECTION"'
         arguments += f" {box} --nonce {nonce} {shlex.quote(key)}"
@@ -326,9 +320,7 @@ def prepare(folder: Path, server: str, options: Sequence[str]) -> int:
     if status:
         raise ConfigError("Nothing was written on this box.")
     if "--undo" in options:
-        print(
-            f"\n{folder}/waker.env is as it was. waker can no longer unlock the server."
-        )
+        print(f"\n{folder}/waker.env stays as it is. waker can no longer unlock.")
         return 0
     try:
         found = parse_settings(find_settings(output, nonce))
@@ -338,22 +330,22 @@ def prepare(folder: Path, server: str, options: Sequence[str]) -> int:
             " was written on this box."
         ) from None
     settings = [f"{name}={value}" for name, value in found.items()]
-    command = [*again, "settle", str(folder), *settings]
-    return subprocess.run(command, cwd=CHECKOUT, check=False).returncode
+    write = [*again, "settle", str(folder), *settings]
+    return subprocess.run(write, cwd=CHECKOUT, check=False).returncode
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) < 2:
+        sys.exit(__doc__)
+    command, folder = arguments[0], Path(arguments[1]).absolute()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end without a traceback
     try:
-        match sys.argv[1:]:
-            case ["prepare", folder, server, *options]:
-                return prepare(Path(folder).absolute(), server, options)
-            case ["key", folder]:
-                print(read_key(Path(folder)))
-            case ["settle", folder, *lines]:
-                settle(Path(folder), parse_settings(lines))
-            case _:
-                sys.exit(__doc__)
+        if command == "prepare":
+            return prepare(folder, *arguments[2:])
+        if command == "key":
+            print(read_key(folder))
+        if command == "settle":
+            settle(folder, parse_settings(arguments[2:]))
     except ConfigError as error:
         sys.exit(f"\n{error}")
     except OSError as error:
@@ -362,4 +354,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

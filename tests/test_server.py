@@ -5,6 +5,7 @@ person at a real terminal logs in over real ssh, and becomes root by real sudo o
 Only prepare.py is a stand-in, where it must succeed or lie.
 """
 
+import ast
 import base64
 import json
 import os
@@ -21,7 +22,16 @@ from pathlib import Path
 
 import from_box
 import pytest
-from conftest import CHECKOUT, MODULE, NO_ROOT, PIN, copy_checkout, need, need_root
+from conftest import (
+    CHECKOUT,
+    MODULE,
+    NO_ROOT,
+    PIN,
+    copy_checkout,
+    need,
+    need_root,
+    wait_for,
+)
 from homelab import new_key
 from ssh_servers import free_port, process
 
@@ -134,7 +144,9 @@ class Terminal:
 
     def __init__(self, command: list[str]) -> None:
         self._master, end = pty.openpty()
-        leader = [need("setsid"), "--ctty", "--wait", *command]
+        # A terminal that is closed tells its shell, which ends the rest.
+        shell = ["sh", "-c", '"$@"; exit', "sh", *command]
+        leader = [need("setsid"), "--ctty", "--wait", *shell]
         self._process = subprocess.Popen(leader, stdin=end, stdout=end, stderr=end)
         os.close(end)
         self.printed = ""
@@ -160,6 +172,11 @@ class Terminal:
         assert self.asks(prompt), self.printed
         self._answered = len(self.printed)
         os.write(self._master, f"{text}\n".encode())
+
+    def hang_up(self) -> None:
+        """Close the terminal's window."""
+        os.close(self._master)
+        self._process.wait(60)
 
     def end(self) -> int:
         """Return the exit status."""
@@ -287,7 +304,9 @@ def test_one_command_prepares_the_server_and_starts_waker(home: Home) -> None:
     assert "from_box" not in str(called["files"])
     assert not Path(str(called["folder"])).exists()
     values = waker.read_env_file(home.settings)
-    (pin,) = re.findall("Your new PIN, .*: (.*)\r", terminal.printed)
+    (pin,) = re.findall(
+        r"Your new PIN \(59 random bits\), .*: (.*)\r", terminal.printed
+    )
     assert re.fullmatch("[a-z2-9]{12}", pin)
     assert values == {
         "WAKER_PIN": pin,
@@ -435,6 +454,17 @@ def test_right_lines_do_not_count_if_the_preparation_failed(home: Home) -> None:
     assert_untouched(home, terminal)
 
 
+def test_a_lost_connection_leaves_nothing_on_the_server(home: Home) -> None:
+    terminal = home.log_in()
+    terminal.answer("[sudo] password for me:", "me")
+    assert terminal.asks("Go on?")
+    folder = Path(f"/proc/{home.pid}/root{home.called()['folder']}")
+    assert folder.is_dir()
+    terminal.hang_up()
+    wait_for(lambda: not folder.exists())
+    assert home.settings.read_text() == EXAMPLE
+
+
 def test_who_says_no_changes_nothing(home: Home) -> None:
     terminal = home.log_in()
     terminal.answer("[sudo] password for me:", "me")
@@ -451,7 +481,7 @@ def test_undo_leaves_the_settings_alone(home: Home) -> None:
     assert terminal.end() == 0, terminal.printed
     called = home.called()
     assert (called["undo"], called["KEY"], called["uid"]) == (True, None, 0)
-    assert "/etc/waker/waker.env is as it was" in terminal.printed
+    assert "/etc/waker/waker.env stays as it is." in terminal.printed
     assert home.settings.read_text() == EXAMPLE
     assert home.services() == ""
 
@@ -572,7 +602,7 @@ def test_another_value_stays_and_is_named_with_the_servers(card: Card) -> None:
         ("INITRD_SSH_PORT", "2", "2222"),
         ("SSH_HOST_KEY", OTHER_KEY, HOST_KEY),
     ]:
-        kept = f"WAKER_{name} is kept, but the server reports another value:\n"
+        kept = f"WAKER_{name} was kept, but the server reports another value:\n"
         assert f"\n{kept}    {old}\n    {new} (the server's)\n" in shown
     assert PIN not in shown
 
@@ -650,6 +680,11 @@ def fails_at_once(home: Home, words: str, *variables: str, user: int = 1001) -> 
     assert words in terminal.printed
     assert "authenticity" not in terminal.printed
     assert not home.was_called()
+
+
+def test_an_old_python_gets_as_far_as_wakers_own_words() -> None:
+    source = CHECKOUT.joinpath("server/from_box.py").read_text()
+    ast.parse(source, feature_version=(3, 9))
 
 
 def test_what_would_fail_later_fails_at_once(home: Home) -> None:
