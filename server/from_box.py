@@ -43,30 +43,6 @@ MAX_OUTPUT: Final = 65536  # bytes of the server's output that are kept, from it
 ALPHABET: Final = "abcdefghjkmnpqrstuvwxyz23456789"
 PIN_LENGTH: Final = 12
 
-# What runs on the server. Only `sudo true` shows whether this user may use sudo, and
-# sudo then remembers the password. On a Debian without sudo, root has a password.
-REMOTE: Final = """\
-PATH=$PATH:/usr/sbin:/sbin
-if ! python3 -c 'import json' 2>/dev/null; then
-    echo 'The server lacks Python, or a part of it. As root, run this there:'
-    echo '    apt install python3'
-    exit 1
-fi
-folder=$(mktemp -d) || exit
-trap 'rm -rf "$folder"' EXIT
-trap 'exit 1' HUP INT TERM
-echo @FILES@ | base64 -d | tar -xzo -C "$folder" || exit
-set -- python3 "$folder/prepare.py" @ARGUMENTS@
-if [ "$(id -u)" = 0 ]; then
-    "$@"
-elif command -v sudo >/dev/null && sudo true; then
-    sudo "$@"
-else
-    echo "The server's root password is needed."
-    su -s /bin/sh -c 'exec "$@"' -- root sh "$@"
-fi
-"""
-
 
 # ---- Values --------------------------------------------------------------------------
 
@@ -159,10 +135,11 @@ def remote_command(arguments: str) -> str:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         for path in CHECKOUT.glob("server/*"):
-            if path.name not in ("from_box.py", "__pycache__"):
+            if path.name not in ("from_box.py", "remote.sh", "__pycache__"):
                 archive.add(path, path.name)
     files = base64.b64encode(packed.getvalue()).decode()
-    script = REMOTE.replace("@FILES@", files).replace("@ARGUMENTS@", arguments)
+    script = CHECKOUT.joinpath("server/remote.sh").read_text()
+    script = script.replace("@FILES@", files).replace("@ARGUMENTS@", arguments)
     encoded = base64.b64encode(script.encode()).decode()
     # Every shell leaves this alone between single quotes. The terminal must stay the
     # standard input: sudo and prepare.py read from it.
@@ -288,7 +265,10 @@ def settle(folder: Path, found: Mapping[str, str]) -> None:
     if "WAKER_PIN" in added:  # not to standard output, which may be somebody's log
         with contextlib.suppress(OSError), Path("/dev/tty").open("w") as terminal:
             terminal.write(f"\nYour new PIN (59 random bits), shown only now: {pin}\n")
-    where = start_waker(folder) if folder == INSTALLED else ""
+    if folder != INSTALLED:
+        print("\nThe server is ready. The box needs this folder next.")
+        return
+    where = start_waker(folder)
     if kept:
         print("\nFirst compare the settings above that were kept.")
     left = "One thing is left: reboot the server, and unlock it from your phone"
@@ -298,7 +278,7 @@ def settle(folder: Path, found: Mapping[str, str]) -> None:
 # ---- Commands ------------------------------------------------------------------------
 
 
-def prepare(folder: Path, server: str = "", *options: str) -> int:
+def prepare_server(folder: Path, server: str = "", *options: str) -> int:
     """Prepare the server, or undo that. Raises: ConfigError, OSError."""
     if not server or server.startswith("-"):
         raise ConfigError("Name the server: make server SERVER=me@192.168.1.20")
@@ -320,7 +300,9 @@ def prepare(folder: Path, server: str = "", *options: str) -> int:
     if status:
         raise ConfigError("Nothing was written on this box.")
     if "--undo" in options:
-        print(f"\n{folder}/waker.env stays as it is. waker can no longer unlock.")
+        print(
+            "\nwaker cannot unlock the server now. Its settings here were not changed."
+        )
         return 0
     try:
         found = parse_settings(find_settings(output, nonce))
@@ -341,7 +323,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end without a traceback
     try:
         if command == "prepare":
-            return prepare(folder, *arguments[2:])
+            return prepare_server(folder, *arguments[2:])
         if command == "key":
             print(read_key(folder))
         if command == "settle":

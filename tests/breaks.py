@@ -2,7 +2,8 @@
 
 `breaks.txt` has three lines for each break: a promise; a place with an expression there
 and what to put instead; and the tests that must fail then. A place is a class, function
-or constant of waker.py or, after `page`, of ui.html; `card` is a Raspberry Pi's script.
+or constant of waker.py or, after `page`, of ui.html; `card` is a Raspberry Pi's script,
+and `from_box` and `remote` are what `make server` runs.
 White space, comments and commas before a bracket do not matter.
 """
 
@@ -23,6 +24,8 @@ AT_ONCE = 6  # because most tests mostly wait
 FILES = {
     "page": ("ui.html", r"\s+//.*"),
     "card": ("box/raspberry-pi/vendor-data", r"\s+#.*"),
+    "from_box": ("server/from_box.py", r"\s+#.*"),
+    "remote": ("server/remote.sh", r"\s+#.*"),
 }
 PROGRAM = "waker.py", r"\s+#.*"
 TOKEN = r"""(?P<kept>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\w+|[^\s,]|,(?!\s*[])}]))"""

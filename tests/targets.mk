@@ -54,7 +54,7 @@ lint: $(VENV)/done ## run ruff, mypy and shellcheck
 	$(BIN)/mypy waker.py box tests server
 	shellcheck tests/enter $(addprefix server/dracut/46initrd-ssh/,\
 		cryptroot-unlock module-setup.sh)
-	shellcheck --shell=dash waker.init box/raspberry-pi/vendor-data \
+	shellcheck --shell=dash waker.init server/remote.sh box/raspberry-pi/vendor-data \
 		tests/support/initrds/*.sh box/notify/install box/notify/notify
 
 clean: ## remove what the other targets made

@@ -101,6 +101,7 @@ owner:x:1001:1001::/mnt/owner:/bin/sh
 """
 SUDOERS = """\
 Defaults secure_path="/mnt/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+Defaults use_pty
 Defaults logfile=/mnt/sudo.log, loglinelen=0
 owner ALL=(ALL) NOPASSWD: ALL
 """
@@ -155,9 +156,11 @@ class Terminal:
     def _read(self) -> bool:
         assert select.select([self._master], [], [], 60)[0], self.printed
         try:
-            self.printed += os.read(self._master, 65536).decode(errors="replace")
+            text = os.read(self._master, 65536).decode(errors="replace")
         except OSError:  # the last program has closed it
             return False
+        # Between ssh's end and ours, both the server's terminal and this one add a \r.
+        self.printed = re.sub("\r+\n", "\n", self.printed + text)
         return True
 
     def asks(self, prompt: str) -> bool:
@@ -304,9 +307,7 @@ def test_one_command_prepares_the_server_and_starts_waker(home: Home) -> None:
     assert "from_box" not in str(called["files"])
     assert not Path(str(called["folder"])).exists()
     values = waker.read_env_file(home.settings)
-    (pin,) = re.findall(
-        r"Your new PIN \(59 random bits\), .*: (.*)\r", terminal.printed
-    )
+    (pin,) = re.findall(r"Your new PIN \(59 random bits\), .*: (.*)", terminal.printed)
     assert re.fullmatch("[a-z2-9]{12}", pin)
     assert values == {
         "WAKER_PIN": pin,
@@ -321,7 +322,7 @@ def test_one_command_prepares_the_server_and_starts_waker(home: Home) -> None:
     assert pin not in home.folder.joinpath("sudo.log").read_text()
     assert "ok     configuration  all settings are valid" in terminal.printed
     assert re.search(
-        "unlock it from your phone at http://127.0.0.1:8080/.\r\n$", terminal.printed
+        "unlock it from your phone at http://127.0.0.1:8080/.\n$", terminal.printed
     )
 
 
@@ -345,7 +346,7 @@ def test_a_user_who_may_not_use_sudo_gives_the_root_password(home: Home) -> None
     home.write("etc/sudoers", SUDOERS)
     terminal = home.log_in()
     terminal.answer("[sudo] password for me:", "me")
-    terminal.answer("root password is needed.\r\nPassword:", "root")
+    terminal.answer("root password is needed.\nPassword:", "root")
     terminal.answer("Go on?", "y")
     assert terminal.end() == 0, terminal.printed
     assert home.called()["uid"] == 0
@@ -373,7 +374,8 @@ def test_a_server_without_python_says_what_to_install(home: Home, python: str) -
     home.write("me/.ssh/environment", f"{variable}=/mnt/{python}\n")
     terminal = home.log_in()
     assert terminal.end() != 0
-    assert "run this there:\r\n    apt install python3\r\n" in terminal.printed
+    assert "lacks Python, or a part of it. As root, run this there:" in terminal.printed
+    assert "    apt install python3\n" in terminal.printed
     assert_untouched(home, terminal)
 
 
@@ -387,6 +389,7 @@ LIES = {
     "no nonce": ANSWER.replace(" NONCE", ""),
     "another nonce": ANSWER.replace("NONCE", "0" * 32),
     "two answers": ANSWER * 2,
+    "two ends": f"{ANSWER}waker-end NONCE\n",
     "the end first": f"waker-end NONCE\nwaker-begin NONCE\n{LINES}",
     "two MAC addresses": ANSWER.replace(LINES, f"WAKER_HOMELAB_MAC={MAC}\n{LINES}"),
     "no port": ANSWER.replace("WAKER_SYSTEM_SSH_PORT=22\n", ""),
@@ -481,7 +484,7 @@ def test_undo_leaves_the_settings_alone(home: Home) -> None:
     assert terminal.end() == 0, terminal.printed
     called = home.called()
     assert (called["undo"], called["KEY"], called["uid"]) == (True, None, 0)
-    assert "/etc/waker/waker.env stays as it is." in terminal.printed
+    assert "Its settings here were not changed." in terminal.printed
     assert home.settings.read_text() == EXAMPLE
     assert home.services() == ""
 
@@ -505,7 +508,7 @@ class Card:
         command, *others = arguments
         module = [sys.executable, "-m", "server.from_box", command, str(self.folder)]
         terminal = Terminal([*enter, *module, *others])
-        return terminal.end(), terminal.printed.replace("\r\n", "\n")
+        return terminal.end(), terminal.printed
 
     def settle(self, enter: Sequence[str] = (), **others: str) -> tuple[int, str]:
         """Write what a server has reported."""

@@ -1,0 +1,26 @@
+#!/bin/sh
+# Run prepare.py on a server, as root. from_box.py sends this in the command line of ssh,
+# with the files of this folder and the arguments of prepare.py for the words in @.
+
+PATH=$PATH:/usr/sbin:/sbin
+if ! python3 -c 'import json' 2>/dev/null; then
+    echo 'The server lacks Python, or a part of it. As root, run this there:'
+    echo '    apt install python3'
+    exit 1
+fi
+
+folder=$(mktemp -d) || exit
+trap 'rm -rf "$folder"' EXIT
+trap 'exit 1' HUP INT TERM
+echo @FILES@ | base64 -d | tar -xzo -C "$folder" || exit
+
+set -- python3 "$folder/prepare.py" @ARGUMENTS@
+if [ "$(id -u)" = 0 ]; then
+    "$@"
+# This alone finds out whether the user may use sudo, which then remembers the password.
+elif command -v sudo >/dev/null && sudo true; then
+    sudo "$@"
+else # a Debian without sudo has a root password
+    echo "The server's root password is needed."
+    su -s /bin/sh -c 'exec "$@"' -- root sh "$@"
+fi
