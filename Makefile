@@ -40,7 +40,7 @@ card: dist ## make what a Raspberry Pi's SD card needs, dist/card
 	install -m 644 waker.service box/pack.py $(CARD)
 	test -e $(CARD)/waker.env || install -m 600 waker.env.example $(CARD)/waker.env
 	test -e $(CARD)/ssh_key || ssh-keygen -q -t ed25519 -N "" -C waker -f $(CARD)/ssh_key
-	@echo; echo "dist/card is ready. Your server needs this public key:"
+	@echo; echo "dist/card is ready. This is waker's public key:"
 	@echo; sed "s/^/    /" $(CARD)/ssh_key.pub
 	@echo; echo "Next: see docs/raspberry-pi.md"
 
@@ -54,10 +54,10 @@ ifeq ($(DESTDIR),)
 		echo; echo "Installed. If waker is running, restart it now."; \
 	else \
 		ssh-keygen -q -t ed25519 -N "" -C waker -f "$(KEY)" || exit; \
-		echo; echo "Installed. Your server needs this public key:"; \
+		echo; echo "Installed. This is waker's public key:"; \
 		echo; sed "s/^/    /" "$(KEY).pub"; \
-		echo; echo "Next: prepare the server (see README.md), fill in"; \
-		echo "$(CONFIG)/waker.env, and run: sudo waker check"; \
+		echo; echo "Next, prepare the server, without sudo (see README.md):"; \
+		echo; echo "    make server SERVER=me@192.168.1.20"; \
 	fi
 endif
 

@@ -104,7 +104,7 @@ def test_install_makes_a_key_once_and_shows_it_with_the_next_step(
     key, mode = made.splitlines()
     assert mode == "600"
     assert f"\n    {key}\n" in printed
-    assert printed.endswith("/etc/waker/waker.env, and run: sudo waker check\n")
+    assert printed.endswith("\n    make server SERVER=me@192.168.1.20\n")
     assert key not in again
     assert same.strip() == key
 

@@ -24,10 +24,10 @@ def mistakes(file: Path) -> list[str]:
     return re.findall("(?m)^WAKER_[A-Z_]+", str(error.value))
 
 
-def test_the_quick_start_settings_are_valid(machine: Machine) -> None:
+def test_the_settings_filled_in_by_hand_are_valid(machine: Machine) -> None:
     machine.make_keys()
     file = machine.folder / "waker.env"
-    lines = blocks("README.md", "**4. Box")[0]
+    lines = blocks("docs/server.md", "## By hand")[4]
     file.write_text(lines)
     assert mistakes(file) == ["WAKER_SSH_HOST_KEY", "WAKER_PIN"]  # to be filled in
     right = lines.replace("ssh-ed25519 AAAA…", machine.host_key)
@@ -64,7 +64,7 @@ def test_each_link_leads_somewhere(page: Path) -> None:
 
 def test_the_messages_they_explain_are_in_the_program() -> None:
     rows = README.split("| what you see |")[1].split("\n\n")[0]
-    step = README.split("**7. ")[1].split("\n\n")[0]
+    step = README.split("**4. ")[1].split("\n\n")[0]
     messages = re.findall(r"(?<!\*)\*([^*]+)\*", rows + step)
     assert len(messages) > 3
     program = re.sub(r'"\n +f?"', "", Path(waker.__file__).read_text())

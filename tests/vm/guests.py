@@ -27,8 +27,8 @@ OTHER = "the passphrase of cryptdata"
 ADDRESS = "192.168.77.20"
 ROUTER = "192.168.77.1"
 
-# What README and docs/server.md say: the guests' initrds are made by these commands.
-DROPBEAR = blocks("README.md", "**3. Server")[1]
+# What docs/server.md says: the guests' initrds are made by these commands.
+DROPBEAR = blocks("docs/server.md", "## By hand")[3]
 DRACUT = blocks("docs/server.md", "## dracut")
 
 # The kernel of Debian 13 crashes under the QEMU of Debian 12, so all run that of 12.
@@ -146,9 +146,9 @@ def run_in(tree: Path, *command: str) -> str:
 
 
 def follow(tree: Path, commands: str, changes: Mapping[str, str]) -> str:
-    """Run commands of README or docs in a tree, with what a reader would change."""
+    """Run commands of the docs in a tree, with what a reader would change."""
     key = AUTHORIZED.read_text().strip()
-    keys = dict.fromkeys(("PUBLIC-KEY-FROM-STEP-1", "ssh-ed25519 AAAA… waker"), key)
+    keys = dict.fromkeys(("PUBLIC-KEY-OF-WAKER", "ssh-ed25519 AAAA… waker"), key)
     for old, new in (keys | dict(changes)).items():
         commands = commands.replace(old, new)
     return run_in(tree, "sh", "-ec", f'sudo() {{ "$@"; }}; cd /root\n{commands}')
@@ -198,7 +198,7 @@ def prepare(tree: Path) -> None:
 
 
 def with_initramfs_tools(guest: Guest, tree: Path) -> str:
-    """Make the initrd as README says for Debian; returns its host key."""
+    """Make the initrd as docs/server.md says for Debian; returns its host key."""
     dropbear = tree / "etc/dropbear/initramfs"
     (dropbear / "authorized_keys").unlink(missing_ok=True)
     # Each guest has a host key of its own, so that none is taken for another.
