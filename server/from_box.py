@@ -71,12 +71,13 @@ PARSERS: Final[Mapping[str, Callable[[str], str]]] = {
 
 def find_settings(output: bytes, nonce: str) -> list[str]:
     """Return the lines between the two that have the nonce. Raises: ValueError."""
-    text = output.decode("ascii", "replace")
-    lines = [line.removesuffix("\r") for line in text.split("\n")]
-    begin, end = f"waker-begin {nonce}", f"waker-end {nonce}"
-    if lines.count(begin) != 1 or lines.count(end) != 1:
+    text = output.decode("ascii", "replace").replace("\r\n", "\n")
+    # What the user types meanwhile is shown as well, perhaps before the first of them.
+    begin, end = f"waker-begin {nonce}\n", f"waker-end {nonce}\n"
+    settings, is_ended, _ = text.partition(begin)[2].partition(end)
+    if text.count(begin) != 1 or text.count(end) != 1 or not is_ended:
         raise ValueError
-    return lines[lines.index(begin) + 1 : lines.index(end)]
+    return settings.removesuffix("\n").split("\n")
 
 
 def parse_settings(lines: Sequence[str]) -> dict[str, str]:

@@ -431,7 +431,7 @@ def test_a_lie_is_refused(lie: str) -> None:
 
 
 def test_a_truth_is_understood_among_other_lines() -> None:
-    noise = b"\xff\33[2JWAKER_PIN=12345678\r\nwaker-begin 0\r\n"
+    noise = b"\xff\33[2JWAKER_PIN=12345678\r\nwaker-begin 0\r\ntyped"
     right = ANSWER.replace("\n", "\r\n").replace(MAC, MAC.upper().replace(":", "-"))
     output = noise + right.replace(HOST_KEY, f"host {HOST_KEY} initrd").encode() + noise
     assert from_box.parse_settings(from_box.find_settings(output, "NONCE")) == REPORTED
