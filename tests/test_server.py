@@ -763,3 +763,23 @@ def test_a_cards_settings_are_filled_in_by_its_owner(home: Home) -> None:
     assert home.settings.read_text() == EXAMPLE
     assert home.services() == ""
     assert "owner :" not in home.folder.joinpath("sudo.log").read_text()
+
+
+def test_the_real_program_refuses_this_computer(home: Home) -> None:
+    """Or asks, if its disk is encrypted; nobody says yes."""
+    program = CHECKOUT / "server/prepare.py"
+    home.write("checkout/server/prepare.py", program.read_bytes())
+    terminal = home.log_in()
+    terminal.answer("[sudo] password for me:", "me")
+    if terminal.asks("[y/N]"):
+        terminal.answer("[y/N]", "n")
+    assert terminal.end() != 0
+    assert "Traceback" not in terminal.printed
+    assert "waker-begin" not in terminal.printed
+    assert_untouched(home, terminal)
+
+
+def test_everything_fits_into_one_argument() -> None:
+    """Linux takes 128 KiB. Source: MAX_ARG_STRLEN in linux/binfmts.h."""
+    assert CHECKOUT.joinpath("server/prepare.py").exists()
+    assert len(from_box.remote_command("x" * 1000)) < 100_000
