@@ -53,7 +53,8 @@ lint: $(VENV)/done ## run ruff, mypy and shellcheck
 	$(BIN)/ruff format --check
 	$(BIN)/mypy waker.py box tests server
 	shellcheck tests/enter $(addprefix server/dracut/46initrd-ssh/,\
-		cryptroot-unlock module-setup.sh)
+		clean-card cryptroot-unlock module-setup.sh) server/examine \
+		server/system/etc/kernel/postrm.d/waker
 	shellcheck --shell=dash waker.init server/remote.sh box/raspberry-pi/vendor-data \
 		tests/support/initrds/*.sh box/notify/install box/notify/notify
 
