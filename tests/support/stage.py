@@ -199,7 +199,7 @@ class Phone:
             "hint": None,
             "seconds": seconds,
             "sent": outcome in SENT,
-            "woke": len(begun) > 2,
+            "woke": bool(begun),
             "times": dict(zip(PHASES, begun, strict=False)),
         }
         status = {
@@ -262,9 +262,12 @@ TOLD: dict[str, tuple[tuple[Any, ...], str, str]] = {
         "up",
         "Ready. It took",
     ),
-    "waking as usual": (("off", "waking", "", 0, 2), "starting", "left."),
+    "waking, for the first time": (
+        ("off", "waking", "", 0, 2),
+        "starting",
+        "a few minutes",
+    ),
     "not confirmed": (("locked", "booting", "not_confirmed"), "doubtful", "was wrong"),
-    "overdue": (("off", "booting", "not_confirmed", 0, 99), "starting", "Longer than"),
     "key refused": (("locked", "failed", "key_refused"), "locked", "refused"),
     "nothing asks": (("booting", "failed", "not_asked"), "booting", "it was not sent"),
     "not awake": (("off", "failed", "not_awake"), "off", "From waker"),
@@ -292,6 +295,9 @@ def during_a_start(phone: Phone) -> Iterator[str]:
     for name, (told, view, words) in TOLD.items():
         phone.show(*told).sees(view).reads(words).offers(*BUTTONS[view])
         yield name
+    late = "off", "booting", "not_confirmed", 0, 38, 42
+    phone.show(*late, 99, usual=62).reads("Longer than")
+    yield "overdue"
     phone.show("booting", "booting", "unlocked", 0, 38, 42, 47, usual=62).reads("left.")
     yield "starting"
     phone.show("up", "done", "up", 0, 38, 42, 62, 62).reads("Ready. It took")
