@@ -14,16 +14,16 @@ KEYS = f"Pinned SHA256:{'x' * 43}, shown SHA256:{'y' * 43}."
 # How the buttons of each view begin.
 BUTTONS = {
     "off": ("Wake and", "Wake only"),
-    "booting": ("Unlock when ready",),
+    "booting": ("Unlock",),
     "locked": ("Unlock",),
     "starting": ("",),  # Cancel, or Stop watching
     "doubtful": ("Enter another", "Stop watching"),
     "up": (),
-    "opened": ("Enter passphrase anyway",),
-    "silent": ("Enter passphrase anyway",),
-    "unknown": ("Enter",),
-    "foreign": ("Enter passphrase anyway",),
-    "stuck": ("Enter passphrase anyway",),
+    "opened": ("Enter passphrase",),
+    "silent": ("Enter passphrase",),
+    "unknown": ("Enter passphrase",),
+    "foreign": ("Try again",),
+    "stuck": ("Enter passphrase",),
 }
 PHASES = ("waking", "unlocking", "booting", "done")
 SENT = ("unlocked", "not_confirmed", "wrong_passphrase", "gave_up", "up")
@@ -133,6 +133,14 @@ class Phone:
         assert all(map(str.startswith, names, beginnings)), names
         return self
 
+    def css(self, part: str, name: str) -> str:
+        style = f"(e) => getComputedStyle(e).getPropertyValue('{name}')"
+        return str(self.part(part).evaluate(style))
+
+    def dawn(self) -> float:
+        """Return how much of the day has come: 0 is night."""
+        return float(self.css("dawn", "--dawn"))
+
     def focus(self) -> str:
         return str(self.page.evaluate(FOCUS))
 
@@ -185,6 +193,7 @@ class Phone:
         outcome: str = "",
         *times: int,
         usual: int | None = None,
+        name: str = "Home server",
         **more: Any,
     ) -> "Phone":
         """Answer all further polls with a state of the server, and a start.
@@ -203,7 +212,7 @@ class Phone:
             "times": dict(zip(PHASES, begun, strict=False)),
         }
         status = {
-            "name": "Home server",
+            "name": name,
             "state": state,
             "reachable": state not in {"off", "unknown"},
             "usual_seconds": usual,
@@ -260,7 +269,7 @@ TOLD: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "up after a start": (
         ("up", "done", "up", 0, 38, 42, 62, 62),
         "up",
-        "Ready. It took",
+        "Started in",
     ),
     "waking, for the first time": (
         ("off", "waking", "", 0, 2),
@@ -280,7 +289,6 @@ TOLD: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "opened": (("locked", "cancelled", "unlocked"), "opened", "still booting"),
     "already open": (("booting", "cancelled", "already_open"), "opened", "It is still"),
     "another host key": (("locked", *ALARM), "foreign", "was not sent"),
-    "up, after another host key": (("up", *ALARM), "foreign", "was not sent"),
 }
 
 
@@ -295,15 +303,23 @@ def during_a_start(phone: Phone) -> Iterator[str]:
     for name, (told, view, words) in TOLD.items():
         phone.show(*told).sees(view).reads(words).offers(*BUTTONS[view])
         yield name
+    phone.show("up", *ALARM).sees("foreign").reads("was not sent").offers()
+    yield "up, after another host key"
     late = "off", "booting", "not_confirmed", 0, 38, 42
     phone.show(*late, 99, usual=62).reads("Longer than")
     yield "overdue"
     phone.show("booting", "booting", "unlocked", 0, 38, 42, 47, usual=62).reads("left.")
     yield "starting"
-    phone.show("up", "done", "up", 0, 38, 42, 62, 62).reads("Ready. It took")
+    phone.show("up", "done", "up", 0, 38, 42, 62, 62).reads("Started in 1\u00a0min")
     yield "up"
     phone.lose_connection()
     yield "up, connection lost"
+    phone.tell("up").open().give_pin().sees("up").open_details()
+    phone.reads("another device").offers("Send the wake-up signal")
+    yield "up, details"
+    phone.answer("status", 403, "<h1>Forbidden</h1>").look()
+    phone.reads("not waker (403)").offers("Reload", "Send the wake-up signal")
+    yield "up, somebody else answers"
 
 
 def around_a_start(phone: Phone) -> Iterator[str]:
@@ -315,7 +331,7 @@ def around_a_start(phone: Phone) -> Iterator[str]:
     phone.tell("unknown").give_pin().sees("unknown").offers("Enter passphrase")
     yield "unknown"
     phone.answer("wol", 200, {"message": KEYS}).show("off").press("Wake only")
-    phone.reads("was sent").open_details().reads(KEYS)
+    phone.reads("was sent")
     yield "off, packet sent"
     phone.show("locked").type_passphrase().press("Show")
     yield "asks, passphrase shown"
@@ -329,5 +345,5 @@ def around_a_start(phone: Phone) -> Iterator[str]:
     yield "failed last time"
     phone.show("locked", "booting", "not_confirmed").press("Enter another")
     yield "not confirmed, another passphrase"
-    phone.ignore("status").wait(10).reads("ago.")
+    phone.ignore("status").wait(10).reads("waker is slow")
     yield "waker is slow"
