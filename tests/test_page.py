@@ -197,6 +197,8 @@ def test_the_end_is_worth_waiting_for(phone: Phone) -> None:
     assert len({*icons}) == len(icons)
     assert phone.page.evaluate(place) == places[0] == places[1] == places[2]
     phone.tell("up").look().reads("Ready").does_not_read("Boot")
+    phone.tell("up", "done", "up", 0, 5).look().open_details()  # it was up
+    phone.reads("From waker").reads("Ready").does_not_read("Boot")
 
 
 def test_dawn_needs_no_motion_and_leaves_forced_colours_alone(phone: Phone) -> None:
@@ -912,12 +914,12 @@ def test_a_browser_without_storage_is_good_enough(phone: Phone) -> None:
 
 
 def test_the_next_visit_has_the_right_keypad_and_no_warning(phone: Phone) -> None:
-    phone.open().sees("pin").does_not_read("isn't encrypted")  # on one computer
-    phone.open("waker.lan").reads("isn't encrypted")
+    phone.open().sees("pin").does_not_read("not encrypted")  # on one computer
+    phone.open("waker.lan").reads("not encrypted")
     for pin, keypad in (("12345678", "numeric"), ("1 or more", "text")):
         expect(phone.part("pin")).to_have_js_property("inputMode", "text")
         phone.answer("auth", 200, {"token": "x", "status": OLD}).give_pin(pin)
-        phone.sees("off").open("waker.lan").sees("pin").does_not_read("isn't encrypted")
+        phone.sees("off").open("waker.lan").sees("pin").does_not_read("not encrypted")
         expect(phone.part("pin")).to_have_js_property("inputMode", keypad)
         phone.answer("auth", 401, {"error": "Wrong"}).give_pin("87654321").reads(
             "Wrong"

@@ -324,7 +324,7 @@ def during_a_start(phone: Phone) -> Iterator[str]:
 
 def around_a_start(phone: Phone) -> Iterator[str]:
     phone.page.clock.install()  # it ticks: axe would wait for a stopped one for ever
-    phone.open("waker.lan").reads("isn't encrypted")
+    phone.open("waker.lan").reads("not encrypted")
     yield "PIN, not encrypted"
     phone.give_pin("12345678").marks(1)
     yield "PIN, wrong"
