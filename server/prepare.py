@@ -3,9 +3,9 @@
 
 Run it as root on the server. It shows what it found and each change, and asks. Then
 the initrd gets an address, an SSH server and waker's key, which can unlock and nothing
-else, and the network card keeps Wake-on-LAN on. A new image replaces the old one only
-after it was examined. Running it again finishes what was interrupted. Beside it are the
-files that it installs, with the paths that they have on the server.
+else, and the network card keeps Wake-on-LAN on. The image that works is kept in GRUB's
+menu, and each new one is examined. Running it again finishes what was interrupted.
+Beside it are the files that it installs, with the paths that they have on the server.
 """
 
 import argparse
@@ -17,17 +17,17 @@ import re
 import shutil
 import subprocess
 import sys
-from ipaddress import IPv4Interface
+from ipaddress import IPv4Address, IPv4Interface
 from pathlib import Path
 from typing import Final, NamedTuple
 
 MARK: Final = "# Written by waker's prepare.py. To remove it, run prepare.py --undo."
 RECORD: Final = Path("/var/lib/waker-prepare/record.json")
+UNFINISHED: Final = RECORD.with_name("unfinished")  # from the first change to the last
 MODULE: Final = "/usr/lib/dracut/modules.d/46initrd-ssh"
 UNIT: Final = "waker-wake.service"
 # The kept image, its entry in GRUB's menu, and their hook: first to come, last to go.
 SPARE: Final = ("/boot/", "/etc/kernel/postrm.d/waker")
-APT: Final = ("apt-get", "-qy", "--no-install-recommends", "-oDPkg::Lock::Timeout=600")
 KINDS: Final = {"bond": "a bond", "team": "a team", "vlan": "a VLAN"}
 
 HERE: Final = Path(__file__).resolve().parent
@@ -52,7 +52,7 @@ def find_builder(seen: Seen) -> str:
     if not re.search(r"(?m)^ID(_LIKE)?=.*\bdebian\b", seen["system"]):
         raise Refused("it is neither Debian nor one of its relatives.")
     # After an interruption, a package that is wanted may not be installed.
-    wanted = re.findall(r"(?m)^(\S+) install ", seen["packages"])
+    wanted = re.findall(r"(?m)^(\S+) (?:install|hold) ", seen["packages"])
     if "tinyssh-initramfs" in wanted:
         raise Refused("waker cannot use tinyssh. Remove the package tinyssh-initramfs.")
     for builder in ("dracut", "initramfs-tools"):
@@ -157,8 +157,13 @@ def understand(seen: Seen, wanted_card: str, box: str) -> Facts:
     """Turn what was seen into facts. Raises Refused."""
     facts = {"builder": find_builder(seen), "disks": find_disks(seen)}
     facts |= find_card(seen, wanted_card) | find_ports(seen, facts["builder"], box)
+    network = IPv4Interface(facts["address"]).network
+    if IPv4Address(facts["router"] or facts["host"]) not in network:
+        raise Refused(f"its router is not in {network}, and the initrd finds no other.")
     own_ip = facts["own ip"] = seen["own ip"].partition("\n")[0].strip()
-    fixed = re.search(r"=\W?([0-9.]+):", own_ip)
+    if re.fullmatch(r"\w+=\W?(off|none)\W?", own_ip):
+        raise Refused(f"{own_ip} leaves the initrd without an address. Remove it.")
+    fixed = re.search(r"=\W?([0-9.]+)(?=:|\W?$)", own_ip)
     if fixed and fixed[1] != facts["host"]:
         raise Refused(f"the initrd's {own_ip} is not the system's {facts['host']}.")
     packages = SETTINGS[facts["builder"]]["packages"].split()
@@ -172,16 +177,14 @@ def understand(seen: Seen, wanted_card: str, box: str) -> Facts:
     if not works:
         raise Refused("there is no initrd in /boot that could be kept.")
     # Once one is kept, no other. The running kernel's works.
-    is_kept = {
-        kernel: f"initrd.img-{kernel}.before-waker" in images for kernel in works
-    }
+    is_kept = {k: f"initrd.img-{k}.before-waker" in images for k in works}
     facts["kept"] = max(works, key=lambda k: (is_kept[k], k == seen["running"].strip()))
     return facts | {"kernels": " ".join(kernels)}
 
 
 def make_menu(seen: Seen, kernel: str) -> str:
     """Copy the kernel's entry of GRUB's menu for the kept image, if that can be."""
-    if seen["menu"] and MARK not in seen["menu"]:
+    if re.sub(rf"(?ms)^{MARK}$.*?^}}$", "", seen["menu"]).strip():
         return ""  # it is the owner's
     for body in re.findall(r"(?ms)^\s*menuentry [^{]*{\n(.*?)^\s*}$", seen["grub"]):
         line = rf"(?m)^(\s*initrd\s.*initrd\.img-{re.escape(kernel)})$"
@@ -212,21 +215,22 @@ class Change(NamedTuple):
     before: str | None = None  # what undo puts back
 
 
+def fill(template: str, words: Facts) -> str:
+    return re.sub("@([#a-z ]+)@", lambda found: words[found[1]], template)
+
+
 def make_plan(facts: Facts, key: str, menu: str, files: Facts) -> list[Change]:
     """Plan all, done already or not; settings first, so that no image lacks them."""
     words = {**facts, "key": key, "bootif": facts["mac"].replace(":", "-")}
     # Each begins a line, and turns it into a comment if the line is not needed.
-    words |= {
-        "#ip": "#" * bool(facts["own ip"]),
-        "#router": "#" * (not facts["router"]),
-    }
-    words["#options"] = "#" * bool(facts["own options"])
+    for name in ("ip", "options"):
+        words[f"#{name}"] = "#" * bool(facts[f"own {name}"])
+    words["#router"] = "#" * (not facts["router"])
     image = f"/boot/initrd.img-{facts['kept']}"
     plan = [Change(Kind.COPY, f"{image}.before-waker", image)]
     plan += [Change(Kind.FILE, "/boot/grub/custom.cfg", menu)] if menu else []
     for path, template in files.items():
-        text = template.replace("Port 2222", "Port @initrd port@")
-        text = re.sub("@([#a-z ]+)@", lambda found: words[found[1]], text)
+        text = fill(template.replace("Port 2222", "Port @initrd port@"), words)
         kind = Kind.KEY if path.endswith("/authorized_keys") else Kind.FILE
         plan.append(Change(kind, path, text))
     return plan + [Change(Kind.PACKAGE, name) for name in facts["missing"].split()]
@@ -292,22 +296,22 @@ def read_files(builder: str) -> dict[str, str]:
 def examine(image: str, kernel: str, state: str, facts: Facts) -> list[str]:
     """Look into an image; returns what is wrong with it."""
     lists = facts["builder"], facts["disks"], facts["drivers"]
-    return run(f"{HERE}/examine", state, image, kernel, *lists).splitlines()
+    return run("sh", f"{HERE}/examine", state, image, kernel, *lists).splitlines()
 
 
 def build(kernel: str, state: str, facts: Facts) -> None:
     """Build an image, unless it is right. Raises Failed, without harm, if it is not."""
     image = f"/boot/initrd.img-{kernel}"
-    if not examine(image, kernel, state, facts):
-        return
-    print(f"Building and examining {image}, which may take minutes.", flush=True)
-    run("sh", "-c", SETTINGS[facts["builder"]]["build"], f"{image}.waker-new", kernel)
-    if wrong := examine(f"{image}.waker-new", kernel, state, facts):
-        Path(f"{image}.waker-new").unlink()
-        raise Failed(f"the new {image} is wrong, and not in use: {'; '.join(wrong)}.")
-    put(Path(image))
-    hooks = "/etc/initramfs/post-update.d"  # of boot loaders with copies of their own
-    run("run-parts", f"--arg={kernel}", f"--arg={image}", hooks, check=False)
+    if examine(image, kernel, state, facts):
+        print(f"Building and examining {image}, which may take minutes.", flush=True)
+        how = SETTINGS[facts["builder"]]["build"]
+        run("sh", "-c", how, f"{image}.waker-new", kernel)
+        if wrong := examine(f"{image}.waker-new", kernel, state, facts):
+            Path(f"{image}.waker-new").unlink()
+            raise Failed(f"the new {image} is wrong, and not used: {'; '.join(wrong)}.")
+        put(Path(image))
+    for hooks in Path("/etc/initramfs").glob("post-update.d"):  # some boot loaders have
+        run("run-parts", f"--arg={kernel}", f"--arg={image}", str(hooks))  # copies
 
 
 # ---- Applying and undoing: a change is in the record before it is applied ----
@@ -319,9 +323,10 @@ def read_record() -> list[Change]:
 
 def note(change: Change) -> None:
     """Add a change to the record. Of one made again, what was there at first counts."""
-    record = {old[:2]: old for old in read_record()}
-    first = record.get(change[:2], change)
-    record[change[:2]] = change._replace(before=first.before)
+    # Several keys may have come into the same file.
+    record = {(c.name, c.text * (c.kind is Kind.KEY)): c for c in read_record()}
+    place = change.name, change.text * (change.kind is Kind.KEY)
+    record[place] = change._replace(before=record.get(place, change).before)
     rows = [(change.kind.name, *change[1:]) for change in record.values()]
     write(RECORD, json.dumps(rows, indent=1), 0o600)
 
@@ -338,7 +343,8 @@ def apply(change: Change) -> None:
     match change.kind:
         case Kind.COPY:
             note(change)
-            shutil.copyfile(text, f"{path}.waker-new")
+            # It may contain keys.
+            run("sh", "-c", 'umask 077; cat "$0" >"$1"', text, f"{path}.waker-new")
             put(path)
         case Kind.FILE:
             is_owners = path.exists() and MARK not in read(path)
@@ -350,11 +356,11 @@ def apply(change: Change) -> None:
             note(change._replace(before="\n".join(gone)))
             write(path, after, 0o600)
         case Kind.PACKAGE:
-            command = (*APT, "-oDpkg::Options::=--force-confold", "install", path.name)
             # Others come along. Those that are upgraded have their version in brackets.
-            for name in re.findall(r"(?m)^Inst (\S+) \(", run(*command, "--simulate")):
+            apt = *SETTINGS["apt"]["install"].split(), path.name
+            for name in re.findall(r"(?m)^Inst (\S+) \(", run(*apt, "--simulate")):
                 note(Change(Kind.PACKAGE, name))
-            run(*command, shown=True)
+            run(*apt, shown=True)
 
 
 def take_back(change: Change) -> str:
@@ -395,10 +401,7 @@ def agree(title: str, lines: list[str], *, yes: bool) -> None:
     print(title, *(f"    {line}" for line in lines), sep="\n")
     print("    build and examine the initrd of each kernel, which takes minutes")
     how = 'printf "Go on? [y/N] " >/dev/tty; read -r answer </dev/tty; echo "$answer"'
-    if not yes and run("sh", "-c", how, check=False).strip().lower() not in (
-        "y",
-        "yes",
-    ):
+    if not yes and run("sh", "-c", how, check=False)[:1] not in ("y", "Y"):
         raise Refused("nobody said yes. Without a terminal, use `ssh -t`, or --yes.")
 
 
@@ -407,13 +410,9 @@ def show_settings(facts: Facts, nonce: str) -> None:
         print(f"WARNING: {facts['card']} cannot be woken, says its driver.")
     printed = run("sh", "-c", SETTINGS[facts["builder"]]["host key"])
     (host_key,) = re.findall(r"ssh-ed25519 \S+", printed)
-    print(f"waker-begin {nonce}" if nonce else "Put these lines into waker.env:")
-    print(f"WAKER_HOMELAB_MAC={facts['mac']}")
-    print(f"WAKER_HOMELAB_HOST={facts['host']}")
-    print(f"WAKER_INITRD_SSH_PORT={facts['initrd port']}")
-    print(f"WAKER_SYSTEM_SSH_PORT={facts['system port']}")
-    print(f"WAKER_SSH_HOST_KEY={host_key}")
-    print(f"waker-end {nonce}" if nonce else "")
+    lines = fill(SETTINGS["waker.env"]["lines"], {**facts, "host key": host_key})
+    begin = f"waker-begin {nonce}" if nonce else "Put these lines into waker.env:"
+    print(f"\n{begin}{lines}\n" + f"waker-end {nonce}" * bool(nonce))
 
 
 def prepare(seen: Seen, options: argparse.Namespace) -> None:
@@ -423,52 +422,55 @@ def prepare(seen: Seen, options: argparse.Namespace) -> None:
     menu, files = make_menu(seen, facts["kept"]), read_files(facts["builder"])
     todo = [c for c in make_plan(facts, options.key, menu, files) if not is_done(c)]
     kernels = facts["kernels"].split()
-    if all(change.name.startswith(SPARE) for change in todo) and not any(
-        examine(f"/boot/initrd.img-{k}", k, "prepared", facts) for k in kernels
-    ):
+    wrong = (examine(f"/boot/initrd.img-{k}", k, "prepared", facts) for k in kernels)
+    is_left = UNFINISHED.exists() or any(not c.name.startswith(SPARE) for c in todo)
+    if not is_left and not any(wrong):
         print("The server is prepared already. Nothing was changed.")
         return show_settings(facts, options.nonce)
+    for left in Path("/boot").glob("*.waker-new"):  # by an interruption
+        left.unlink()
     image = Path(f"/boot/initrd.img-{facts['kept']}")
-    copies = 1 if Path(f"{image}.before-waker").exists() else 2
+    copies = 2 - Path(f"{image}.before-waker").exists()
     need = image.stat().st_size * copies + (20 << 20) * len(kernels)
     if shutil.disk_usage("/boot").free < need:
         raise Refused(f"/boot needs {need >> 20} MiB of room. Remove an old kernel.")
     print("Found:", *(f"    {n}: {s}" for n, s in facts.items() if s), sep="\n")
     agree("Will do:", [f"{c.kind.value} {c.name}" for c in todo], yes=options.yes)
-    run("dpkg", "--configure", "-a", shown=True)  # after an interruption
-    if facts["missing"]:
-        run("apt-get", "-q", "update", shown=True)
-    os.environ["INITRD"] = "No"  # dracut's trigger would write over the image in use
+    write(UNFINISHED, "", 0o600)
     for change in todo:
+        if change.kind is Kind.PACKAGE:  # after an interruption; a source may be broken
+            run("dpkg", "--configure", "-a", shown=True)
+            run("apt-get", "-q", "update", shown=True, check=False)
         apply(change)
     run("systemctl", "enable", UNIT)
     run("systemctl", "restart", UNIT, check=False)
     for kernel in kernels:
         build(kernel, "prepared", facts)
+    UNFINISHED.unlink()
     print("The server is prepared. The initrd of each kernel was examined.")
     return show_settings(facts, options.nonce)
 
 
 def undo(seen: Seen, options: argparse.Namespace) -> None:
-    record = read_record()
-    if not record:
+    if not (record := read_record()):
         raise Refused("there is nothing to undo.")
-    facts = {"builder": find_builder(seen), "disks": find_disks(seen), "drivers": ""}
+    # Whatever opens them by now.
+    disks = " ".join(re.findall(r"(?m)^(\S+) +crypt\b", seen["disks"]))
+    facts = {"builder": find_builder(seen), "disks": disks, "drivers": ""}
     agree("Will take back:", [c.name for c in record], yes=options.yes)
     run("dpkg", "--configure", "-a", shown=True)
     run("systemctl", "disable", "--now", UNIT, check=False)
-    os.environ["INITRD"] = "No"  # as above
     spare = [change for change in record if change.name.startswith(SPARE)]
     left = [take_back(change) for change in reversed(record) if change not in spare]
     left += purge([change.name for change in record if change.kind is Kind.PACKAGE])
     for kernel in seen["kernels"].split():
         build(kernel, "bare", facts)
     left += [take_back(change) for change in spare]
-    left += [path for path in ("/etc/initrd-ssh/host_key",) if Path(path).exists()]
+    left += ["/etc/initrd-ssh/host_key"] * Path("/etc/initrd-ssh/host_key").exists()
     run("rmdir", MODULE, check=False)
     shutil.rmtree(RECORD.parent)
-    print("Undone. The initrd of each kernel was examined.")
-    print(*(f"Left: {what}." for what in left if what), sep="\n")
+    left = [f"Left: {what}." for what in left if what]
+    print("Undone. The initrd of each kernel was examined.", *left, sep="\n")
 
 
 def main() -> None:
@@ -480,9 +482,7 @@ def main() -> None:
     parser.add_argument("--box", default="", help="$SSH_CONNECTION")
     parser.add_argument("--nonce", default="", help="marks the lines with settings")
     options = parser.parse_args()
-    os.environ |= {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"}
-    # needrestart would restart the SSH server.
-    os.environ |= {"DEBIAN_FRONTEND": "noninteractive", "NEEDRESTART_SUSPEND": "1"}
+    os.environ |= {n.upper(): text for n, text in SETTINGS["environment"].items()}
     os.umask(0o022)
     look, box = SETTINGS["look"].items(), options.box.partition(" ")[0]
     try:

@@ -224,6 +224,15 @@ REFUSALS: dict[str, tuple[str, dict[str, str]]] = {
     "ZFS": ("uses ZFS", {"file_systems": "zfs\next4\n", "disks": "not encrypted"}),
     "iSCSI": ("on the network", {"disks ": "cryptroot crypt \nsda disk iscsi\n"}),
     "NBD": ("on the network", {"disks ": "cryptroot crypt \nnbd0 disk \n"}),
+    "no address in the initrd": ("leaves the initrd without", {"own_ip": "IP=off\n"}),
+    "another address in the initrd": (
+        "is not the system's 192.168.1.20",
+        {"own_ip": "IP=192.168.1.77\n"},
+    ),
+    "a router elsewhere": (
+        "its router is not in 192.168.1.0/24",
+        {"routes": '[{"dst": "default", "gateway": "10.9.9.1", "dev": "eth0"}]\n'},
+    ),
     "tinyssh": ("tinyssh", {"packages": "tinyssh-initramfs install installed\n"}),
     "no line in crypttab": ("no line of /etc/crypttab", {"crypttab": "other x none x"}),
     "a key file": ("a key file or", {"crypttab": "vda2_crypt x /root/key luks\n"}),
@@ -280,7 +289,7 @@ def test_what_the_owner_has_set_stays() -> None:
     text = plan(own_ip="IP=192.168.1.20::192.168.1.1:255.255.255.0::eth0")
     assert text[f"{TOOLS}/conf.d/waker"].splitlines()[2:] == [
         "#IP=192.168.1.20::192.168.1.1:255.255.255.0",
-        "#BOOTIF=01-52-54-00-12-34-56",
+        "BOOTIF=01-52-54-00-12-34-56",
         'export DROPBEAR_OPTIONS="-p 2222 -s -j -k"',
     ]
     text = plan(own_options="-p 22 -s -c cryptroot-unlock")
@@ -585,6 +594,7 @@ def test_a_server_is_prepared_once_and_undone(server: Server) -> None:
     assert server.run("systemctl is-enabled waker-wake") == "enabled\n"
     image = f"/boot/initrd.img-{first(server)}"
     assert server.run(f"ls {image}*") == f"{image}\n{image}.before-waker\n"
+    assert server.run(f"stat -c %a {image}.before-waker") == "600\n"  # it has keys
     table = server.run(f"unmkinitramfs {image} x; cat x/cryptroot/crypttab; rm -r x")
     assert table == TABLE.replace("discard", "discard,tries=0")
     assert server.read("/etc/crypttab") == TABLE
@@ -643,6 +653,21 @@ def test_an_interruption_is_finished_by_the_next_run(server: Server, when: int) 
     assert len(answers(said, "ab")) == 5
     assert server.run(f"sha256sum <{kept}") == old
     assert "Nothing was changed" in server.prepare()
+
+
+def test_a_run_that_did_not_end_is_not_taken_for_a_finished_one(server: Server) -> None:
+    """Even if each file and image is right already."""
+    server.prepare()
+    server.run("systemctl disable waker-wake; touch /var/lib/waker-prepare/unfinished")
+    assert "Nothing was changed" not in server.prepare()
+    assert server.run("systemctl is-enabled waker-wake") == "enabled\n"
+    assert "Nothing was changed" in server.prepare()
+
+
+def test_the_hook_ends_without_its_card(server: Server) -> None:
+    """An image can still be built when the card has another name, or has gone."""
+    server.prepare()
+    server.run(f"DESTDIR=/var/tmp timeout 30 sh -e {TOOLS}/hooks/waker")
 
 
 @MOMENTS
@@ -757,6 +782,8 @@ def test_the_kernels_hook_removes_the_kept_image_with_its_kernel(
     image, hook = f"/boot/initrd.img-{first(server)}", "/etc/kernel/postrm.d/waker"
     server.run(f"{hook} 6.9.9-other /boot/vmlinuz-6.9.9-other")
     assert server.run("ls /boot/grub/custom.cfg")
+    server.run(f"DEB_MAINT_PARAMS='upgrade 6' {hook} {first(server)} /boot/x")
+    assert server.run(f"ls {image}.before-waker /boot/grub/custom.cfg")
     server.run(f"{hook} {first(server)} /boot/vmlinuz-{first(server)}")
     assert (
         server.run(f"ls {image}* /boot/grub") == f"{image}\n\n/boot/grub:\ngrub.cfg\n"
@@ -936,7 +963,7 @@ time.sleep(9)
 """
 
 
-@pytest.mark.parametrize(("seconds", "least", "most"), [(2, 0.5, 3.5), (9, 2, 4.5)])
+@pytest.mark.parametrize(("seconds", "least", "most"), [(2, 0.5, 15), (30, 2, 15)])
 def test_a_verdict_still_reaches_its_client(
     tmp_path: Path, seconds: float, least: float, most: float
 ) -> None:

@@ -99,8 +99,11 @@ install() {
     print_crypttab >"$initdir/etc/crypttab"
     mkdir -p "$initdir/etc/cmdline.d"
     print_arrays >"$initdir/etc/cmdline.d/46initrd-ssh.conf"
-    [[ -e /etc/initrd-ssh/host_key ]] ||
+    [[ -s /etc/initrd-ssh/host_key ]] || {
+        rm -f /etc/initrd-ssh/host_key
         ssh-keygen -q -t ed25519 -N '' -C initrd -f /etc/initrd-ssh/host_key
+        sync /etc/initrd-ssh/host_key*
+    }
     inst_multiple sshd
     # OpenSSH 9.8 and later has a program for each connection, and 10 one for the login.
     inst_multiple -o /usr/lib/openssh/sshd-session /usr/lib/openssh/sshd-auth \
