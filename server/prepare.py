@@ -17,7 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
-from ipaddress import IPv4Address, IPv4Interface
+from ipaddress import IPv4Interface
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -28,7 +28,6 @@ MODULE: Final = "/usr/lib/dracut/modules.d/46initrd-ssh"
 UNIT: Final = "waker-wake.service"
 # The kept image, its entry in GRUB's menu, and their hook: first to come, last to go.
 SPARE: Final = ("/boot/", "/etc/kernel/postrm.d/waker")
-KINDS: Final = {"bond": "a bond", "team": "a team", "vlan": "a VLAN"}
 
 HERE: Final = Path(__file__).resolve().parent
 SETTINGS: Final = configparser.ConfigParser(interpolation=None)
@@ -106,16 +105,13 @@ def find_card(seen: Seen, wanted: str) -> dict[str, str]:
     if kinds[via] == "bridge":  # which is as good as its one physical card
         cards = [n for n in links if links[n].get("master") == via and n in drivers]
         if len(cards) != 1:
-            raise Refused(
-                f"the bridge {via} needs one physical card, not {len(cards)}."
-            )
+            raise Refused(f"the bridge {via} has {len(cards)} physical cards, not one.")
         (card,) = cards
-    if kinds[card] in KINDS:
-        raise Refused(f"{card} is {KINDS[kinds[card]]}, which the initrd cannot make.")
     if f"/{card}/phy80211" in seen["wifi"]:
         raise Refused(f"{card} is Wi-Fi. Waking and unlocking need a cable.")
     if card not in drivers or links[card]["link_type"] != "ether":
-        raise Refused(f"{card} is not a physical card. Name another with --card.")
+        kind = kinds[card] or "virtual card"
+        raise Refused(f"{card} is a {kind}. Name a physical card with --card.")
     # The first route wins. An address that it does not use may be another service's.
     route: dict[str, str] = {}
     for other in reversed([route for route in routes if route["dev"] == via]):
@@ -139,16 +135,18 @@ def find_card(seen: Seen, wanted: str) -> dict[str, str]:
 
 
 def find_ports(seen: Seen, builder: str, box: str) -> dict[str, str]:
-    """Find the ports of the system's SSH server, if there is one, and the initrd's."""
+    """Find the ports of the system's SSH server, and of the initrd's."""
     found = box.split()[3:] or re.findall(r"(?m):([0-9]+)(?= |$)", seen["ssh ports"])
-    system, initrd, options = [*found, ""][0], "2222", seen["own options"].strip()
+    if not found:  # waker sees by it that the server is up
+        raise Refused("it has no SSH server. Install the package openssh-server.")
+    system, initrd, options = found[0], "2222", seen["own options"].strip()
     if builder == "dracut" and system == initrd:
         initrd = "2223"  # waker could not tell two OpenSSH servers apart
     if options:
-        command = re.search(r"(?:^|\s)-c\s*(.+)", options)
+        command = re.search(r"(?:^|\s)-[a-zA-Z]*?c\s*(\S.*)", options)
         if command and "cryptroot-unlock" not in command[1]:
             raise Refused(f"dropbear already runs another command: {command[1]}")
-        port = re.search(r"(?:^|\s)-p\s*(?:\S*:)?([0-9]+)", options)
+        port = re.search(r"(?:^|\s)-[a-zA-Z]*?p\s*(?:\S*:)?([0-9]+)", options)
         initrd = port[1] if port else "22"
     return {"system port": system, "initrd port": initrd, "own options": options}
 
@@ -157,19 +155,12 @@ def understand(seen: Seen, wanted_card: str, box: str) -> Facts:
     """Turn what was seen into facts. Raises Refused."""
     facts = {"builder": find_builder(seen), "disks": find_disks(seen)}
     facts |= find_card(seen, wanted_card) | find_ports(seen, facts["builder"], box)
-    network = IPv4Interface(facts["address"]).network
-    if IPv4Address(facts["router"] or facts["host"]) not in network:
-        raise Refused(f"its router is not in {network}, and the initrd finds no other.")
     own_ip = facts["own ip"] = seen["own ip"].partition("\n")[0].strip()
-    if re.fullmatch(r"\w+=\W?(off|none)\W?", own_ip):
-        raise Refused(f"{own_ip} leaves the initrd without an address. Remove it.")
-    fixed = re.search(r"=\W?([0-9.]+)(?=:|\W?$)", own_ip)
-    if fixed and fixed[1] != facts["host"]:
-        raise Refused(f"the initrd's {own_ip} is not the system's {facts['host']}.")
+    address, *others = re.sub(r"^\w+=|[\"']", "", own_ip).split(":")
+    is_other = address in ("off", "none") or address[:1].isdigit()
+    if (is_other and address != facts["host"]) or {*others[4:5]} - {"", facts["card"]}:
+        raise Refused(f"the initrd's {own_ip} is not for {facts['host']}. Remove it.")
     packages = SETTINGS[facts["builder"]]["packages"].split()
-    if not facts["system port"]:
-        facts["system port"] = "22"  # an open port shows waker that the server is up
-        packages.append("openssh-server")
     installed = re.findall(r"(?m)^(\S+) \S+ installed$", seen["packages"])
     facts["missing"] = " ".join(name for name in packages if name not in installed)
     images, kernels = seen["images"].split(), seen["kernels"].split()
@@ -187,7 +178,7 @@ def make_menu(seen: Seen, kernel: str) -> str:
     if re.sub(rf"(?ms)^{MARK}$.*?^}}$", "", seen["menu"]).strip():
         return ""  # it is the owner's
     for body in re.findall(r"(?ms)^\s*menuentry [^{]*{\n(.*?)^\s*}$", seen["grub"]):
-        line = rf"(?m)^(\s*initrd\s.*initrd\.img-{re.escape(kernel)})$"
+        line = rf"(?m)^(\s*initrd\s.*initrd\.img-{re.escape(kernel)})(?!\S)"
         entry, found = re.subn(line, r"\1.before-waker", body)
         if found:
             return f"{MARK}\nmenuentry 'The initrd from before waker' {{\n{entry}}}\n"
@@ -338,6 +329,16 @@ def is_done(change: Change) -> bool:
     return now == (put_key(now, text) if change.kind is Kind.KEY else text)
 
 
+def find_work(plan: list[Change]) -> list[Change]:
+    """Return what is left to do. Raises Refused rather than lose an owner's changes."""
+    todo = [change for change in plan if not is_done(change)]
+    files = [change.name for change in todo if change.kind is Kind.FILE]
+    for old in read_record():
+        if old.name in files and read(old.name) not in ("", old.text, old.before):
+            raise Refused(f"{old.name} was changed since. Move the changes elsewhere.")
+    return todo
+
+
 def apply(change: Change) -> None:
     path, text = Path(change.name), change.text
     match change.kind:
@@ -347,8 +348,7 @@ def apply(change: Change) -> None:
             run("sh", "-c", 'umask 077; cat "$0" >"$1"', text, f"{path}.waker-new")
             put(path)
         case Kind.FILE:
-            is_owners = path.exists() and MARK not in read(path)
-            note(change._replace(before=read(path) if is_owners else None))
+            note(change._replace(before=read(path) if path.exists() else None))
             write(path, text, 0o755 if text.startswith("#!") else 0o644)
         case Kind.KEY:
             after = put_key(read(path), text)
@@ -379,7 +379,7 @@ def take_back(change: Change) -> str:
             return f"{path}, which was changed since"
         case Kind.KEY if text in now:
             write(path, now.replace(text, f"{change.before}\n".lstrip()), 0o600)
-        case Kind.KEY if text.split()[-2] in now:
+        case Kind.KEY if text.split()[-2] in now.replace(str(change.before), ""):
             return f"waker's key in {path}, because its line was changed since"
     return ""
 
@@ -408,8 +408,7 @@ def agree(title: str, lines: list[str], *, yes: bool) -> None:
 def show_settings(facts: Facts, nonce: str) -> None:
     if not re.search("Wake-on: .*g", run("ethtool", facts["card"], check=False)):
         print(f"WARNING: {facts['card']} cannot be woken, says its driver.")
-    printed = run("sh", "-c", SETTINGS[facts["builder"]]["host key"])
-    (host_key,) = re.findall(r"ssh-ed25519 \S+", printed)
+    host_key = run("sh", "-c", SETTINGS[facts["builder"]]["host key"]).strip()
     lines = fill(SETTINGS["waker.env"]["lines"], {**facts, "host key": host_key})
     begin = f"waker-begin {nonce}" if nonce else "Put these lines into waker.env:"
     print(f"\n{begin}{lines}\n" + f"waker-end {nonce}" * bool(nonce))
@@ -417,10 +416,10 @@ def show_settings(facts: Facts, nonce: str) -> None:
 
 def prepare(seen: Seen, options: argparse.Namespace) -> None:
     if not re.fullmatch(r"ssh-ed25519 AAAA[A-Za-z0-9+/]{64} [!-~]+", options.key):
-        raise Refused("it needs waker's whole public key: 'ssh-ed25519 AAAA… waker'.")
+        raise Refused("it needs waker's public key, whole: 'ssh-ed25519 AAAA… waker'.")
     facts = understand(seen, options.card, options.box)
     menu, files = make_menu(seen, facts["kept"]), read_files(facts["builder"])
-    todo = [c for c in make_plan(facts, options.key, menu, files) if not is_done(c)]
+    todo = find_work(make_plan(facts, options.key, menu, files))
     kernels = facts["kernels"].split()
     wrong = (examine(f"/boot/initrd.img-{k}", k, "prepared", facts) for k in kernels)
     is_left = UNFINISHED.exists() or any(not c.name.startswith(SPARE) for c in todo)
@@ -435,12 +434,13 @@ def prepare(seen: Seen, options: argparse.Namespace) -> None:
     if shutil.disk_usage("/boot").free < need:
         raise Refused(f"/boot needs {need >> 20} MiB of room. Remove an old kernel.")
     print("Found:", *(f"    {n}: {s}" for n, s in facts.items() if s), sep="\n")
+    if not menu:
+        print("WARNING: GRUB's menu gets no entry for the kept image. Note its name.")
     agree("Will do:", [f"{c.kind.value} {c.name}" for c in todo], yes=options.yes)
     write(UNFINISHED, "", 0o600)
     for change in todo:
         if change.kind is Kind.PACKAGE:  # after an interruption; a source may be broken
-            run("dpkg", "--configure", "-a", shown=True)
-            run("apt-get", "-q", "update", shown=True, check=False)
+            run("sh", "-c", SETTINGS["apt"]["begin"], shown=True)
         apply(change)
     run("systemctl", "enable", UNIT)
     run("systemctl", "restart", UNIT, check=False)

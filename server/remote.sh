@@ -3,8 +3,8 @@
 # with the files of this folder and the arguments of prepare.py for the words in @.
 
 PATH=$PATH:/usr/sbin:/sbin
-if ! python3 -c 'import json' 2>/dev/null; then
-    echo 'The server lacks Python, or a part of it. As root, run this there:'
+if ! python3 -c 'import json, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    echo 'The server needs Python 3.11 or later, with all its parts. As root, run this there:'
     echo '    apt install python3'
     exit 1
 fi

@@ -365,16 +365,17 @@ def test_root_needs_neither_sudo_nor_a_second_password(home: Home) -> None:
     assert not home.folder.joinpath("sudo.log").exists()
 
 
-@pytest.mark.parametrize("python", ["none", "minimal"])
+@pytest.mark.parametrize("python", ["none", "minimal", "old"])
 def test_a_server_without_python_says_what_to_install(home: Home, python: str) -> None:
     for name in ("sh", "mktemp", "base64", "tar", "gzip", "rm", "id", "sudo"):
         home.write(f"none/{name}", f'#!/bin/sh\nexec {need(name)} "$@"', 0o755)
     home.write("minimal/json.py", "raise ImportError")  # as in python3-minimal
-    variable = {"none": "PATH", "minimal": "PYTHONPATH"}[python]
+    home.write("old/sitecustomize.py", "import sys; sys.version_info = (3, 10)")
+    variable = "PATH" if python == "none" else "PYTHONPATH"
     home.write("me/.ssh/environment", f"{variable}=/mnt/{python}\n")
     terminal = home.log_in()
     assert terminal.end() != 0
-    assert "lacks Python, or a part of it. As root, run this there:" in terminal.printed
+    assert "needs Python 3.11 or later, with all its parts." in terminal.printed
     assert "    apt install python3\n" in terminal.printed
     assert_untouched(home, terminal)
 
