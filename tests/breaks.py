@@ -2,8 +2,7 @@
 
 `breaks.txt` has three lines for each break: a promise; a place with an expression there
 and what to put instead; and the tests that must fail then. A place is a class, function
-or constant of waker.py or, after `page`, of ui.html; `card` is a Raspberry Pi's script,
-and `from_box` and `remote` are what `make server` runs.
+or constant of waker.py or, after its name, of another file, or that file as a whole.
 White space, comments and commas before a bracket do not matter.
 """
 
@@ -20,14 +19,6 @@ from typing import NamedTuple
 CHECKOUT = Path(__file__).resolve().parent.parent
 LEFT_OUT = shutil.ignore_patterns(".*", "dist", "__pycache__")
 AT_ONCE = 6  # because most tests mostly wait
-# Each with the form of its comments. A place without such a word is in waker.py.
-FILES = {
-    "page": ("ui.html", r"\s+//.*"),
-    "card": ("box/raspberry-pi/vendor-data", r"\s+#.*"),
-    "from_box": ("server/from_box.py", r"\s+#.*"),
-    "remote": ("server/remote.sh", r"\s+#.*"),
-}
-PROGRAM = "waker.py", r"\s+#.*"
 TOKEN = r"""(?P<kept>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\w+|[^\s,]|,(?!\s*[])}]))"""
 
 
@@ -84,9 +75,10 @@ def find_tokens(text: str, old: str, comment: str) -> slice:
 
 def apply(row: Break, checkout: Path) -> None:
     """Break the promise. Raises: Stale."""
-    word, _, rest = row.place.partition(" ")
-    file, comment = FILES.get(word, PROGRAM)
-    place = rest if word in FILES else row.place
+    file, _, place = row.place.partition(" ")
+    if not checkout.joinpath(file).is_file():
+        file, place = "waker.py", row.place
+    comment = r"\s+//.*" if file == "ui.html" else r"\s+#.*"
     whole = checkout.joinpath(file).read_text()
     start, text = 0, whole
     for depth, name in enumerate(filter(None, place.split("."))):

@@ -477,7 +477,7 @@ class Server:
 
 
 REAL = ("crypttab", "own options", "images", "grub", "menu")  # are looked at there
-ETC = "alternatives group ld.so.cache os-release passwd"
+ETC = "alternatives group ld.so.cache os-release passwd shells"
 
 
 @contextlib.contextmanager
@@ -548,23 +548,24 @@ def server(tmp_path: Path) -> Iterator[Server]:
 def test_a_refusal_changes_nothing(server: Server) -> None:
     """Each of them, by the program itself."""
     before = server.files()
-    original = {
-        path.name: path.read_text() for path in (server.folder / "seen").iterdir()
-    }
     for reason, case in REFUSALS.values():
         server.set(**refused(case))
         said = server.prepare(check=False)
         assert re.search(f"^Nothing was changed on this server: .*{reason}", said), said
         assert server.files() == before
-    server.set(**original)
-    for arguments in (
-        f"'{KEY}'",  # there is no terminal
-        f"--yes '{KEY[:-30]}'",
-        f"--yes --card eth9 '{KEY}'",
-        "--yes",
-        "--yes --undo",
-    ):
-        assert "Nothing was changed" in server.prepare(arguments, check=False)
+
+
+def test_a_wrong_call_changes_nothing(server: Server) -> None:
+    before = server.files()
+    for arguments, reason in {
+        f"'{KEY}'": "nobody said yes",  # there is no terminal
+        f"--yes '{KEY[:-30]}'": "needs waker's public key, whole",
+        f"--yes --card eth9 '{KEY}'": "no card eth9",
+        "--yes": "needs waker's public key, whole",
+        "--yes --undo": "nothing to undo",
+    }.items():
+        said = server.prepare(arguments, check=False)
+        assert re.search(f"Nothing was changed on this server: .*{reason}", said), said
         assert server.files() == before
 
 
@@ -741,6 +742,21 @@ def test_a_second_run_loses_no_change_of_the_owner(server: Server) -> None:
     server.run(f"rm {conf}")
     assert "WARNING: GRUB's menu gets no entry" in server.prepare()
     assert server.read(menu).startswith("menuentry 'mine'")
+
+
+def test_undo_removes_packages_but_not_what_opens_the_disk(server: Server) -> None:
+    need("tcsh")
+    need("cryptsetup")
+    server.prepare()
+    record = "/var/lib/waker-prepare/record.json"
+    rows = json.loads(server.read(record))
+    rows += [["PACKAGE", name, "", None] for name in ("tcsh", "cryptsetup-bin")]
+    server.write(record, json.dumps(rows))
+    said = server.prepare("--yes --undo")
+    assert "Left: the package cryptsetup-bin." in said
+    assert "tcsh" not in said.partition("Undone.")[2]
+    status = "dpkg-query -Wf '${db:Status-Status} ' cryptsetup-bin tcsh"
+    assert server.run(status, check=False).split().count("installed") == 1
 
 
 @pytest.mark.parametrize("when", [1, 2, 3, 4])
