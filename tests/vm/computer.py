@@ -9,25 +9,26 @@ import io
 import select
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from conftest import Answer, Client, daemon, need, wait_for
-from guests import ADDRESS, BUILD, ROUTER, SSH_KEY, Guest, ready
+from conftest import PIN, Answer, Client, daemon, need, wait_for
+from guests import ADDRESS, MAC, ROUTER, SSH_KEY
 from namespaces import IFF_TAP, Namespace, hosts
 
-PATIENCE = 300  # seconds: a guest shares its processor with others
-MAC = "52:54:00:12:34:56"
+PATIENCE = 600  # seconds: a guest shares its processor with others
 MAGIC = b"\xff" * 6 + bytes.fromhex(MAC.replace(":", "")) * 16
 
 
 @dataclass
 class Computer:
-    """A guest that is off at first; nothing that it writes to its disks stays."""
+    """A computer that is off at first."""
 
-    guest: Guest
+    hardware: Sequence[str]  # QEMU's arguments for its disks and its network card
+    key: Path  # root's, for SSH
     router: Namespace
     cable: io.FileIO  # the computer's end
     log: Path  # of its console
@@ -45,29 +46,14 @@ class Computer:
         return False
 
     def switch_on(self) -> None:
-        root = "mapper/cryptroot" if self.guest.encrypted else "vda ip=off"
-        # Without norandmaps, the emulation takes minutes. Beside other tests, disks may
-        # appear after systemd's 90 s. The console shows systemd's warnings.
-        options = (
-            f"root=/dev/{root} rw console=ttyS0 norandmaps mitigations=off"
-            " cryptomgr.notests panic=1 systemd.default_device_timeout_sec=600"
-            " systemd.journald.forward_to_console=1"
-            " systemd.journald.max_level_console=warning"
-        )
         command = [
             *(need("setpriv"), "--pdeathsig", "KILL"),
             *(need("qemu-system-x86_64"), "-accel", "tcg", "-cpu", "Westmere"),
             *("-machine", "q35", "-m", "768", "-nodefaults"),
             *("-display", "none", "-serial", "mon:stdio"),
-            *(["-no-reboot"] if self.guest.encrypted else []),
-            *("-kernel", str(BUILD / "vmlinuz")),
-            *("-initrd", str(self.guest.folder / "initrd"), "-append", options),
             *("-netdev", f"tap,id=lan,fd={self.cable.fileno()}"),
-            *("-device", f"virtio-net-pci,netdev=lan,mac={MAC},romfile="),
+            *self.hardware,
         ]
-        for disk in self.guest.disks:
-            image = self.guest.folder / disk
-            command += ["-drive", f"if=virtio,format=raw,snapshot=on,file={image}"]
         if self.card:
             command += ["-drive", f"if=virtio,format=raw,file={self.card}"]
         with self.log.open("ab") as console:
@@ -82,8 +68,15 @@ class Computer:
     def cut_power(self) -> None:
         if self.qemu:
             self.qemu.kill()
-            self.qemu.communicate()
+            self.is_off()
+
+    def is_off(self) -> None:
+        """Wait until the computer is off."""
+        if self.qemu:
+            self.qemu.communicate(timeout=PATIENCE)
             self.qemu = None
+        for connection in self.log.parent.glob("ssh-*"):
+            connection.unlink()
 
     def type(self, text: str) -> None:
         """Type at the console."""
@@ -109,7 +102,7 @@ class Computer:
             "ControlPersist=300",
             "ServerAliveInterval=5",
         )
-        shell = [need("ssh"), "-q", "-p", str(port), "-i", str(SSH_KEY)]
+        shell = [need("ssh"), "-q", "-p", str(port), "-i", str(self.key)]
         shell += [f"-o{option}" for option in options]
         return subprocess.run(
             [*self.router.command(), *shell, f"root@{ADDRESS}", command],
@@ -137,11 +130,12 @@ class Computer:
 
 
 @contextlib.contextmanager
-def computer_of(guest: Guest, folder: Path) -> Iterator[Computer]:
+def computer_of(
+    hardware: Sequence[str], folder: Path, key: Path = SSH_KEY
+) -> Iterator[Computer]:
     """Connect a computer that is off to a router, where waker runs."""
-    ready()
     with hosts(1) as (router,), router.plug_in(IFF_TAP, "lan", f"{ROUTER}/24") as cable:
-        computer = Computer(guest, router, cable, folder / "console")
+        computer = Computer(hardware, key, router, cable, folder / "console")
         computer.log.touch()
         try:
             yield computer
@@ -196,11 +190,10 @@ class Owner:
 
 
 @contextlib.contextmanager
-def owner_of(computer: Computer) -> Iterator[Owner]:
-    """Start waker on the router, with a guest as its machine."""
-    settings = computer.guest.settings() | {"WAKER_HOMELAB_MAC": MAC}
-    with daemon(settings, *computer.router.command()) as started:
-        owner = Owner(started.client, computer.router)
-        computer.router.run(started.client.log_in)
-        yield owner
+def waker_on(router: Namespace, settings: dict[str, str]) -> Iterator[Owner]:
+    """Start waker on the router."""
+    with daemon(settings, *router.command()) as started:
+        pin = settings.get("WAKER_PIN", PIN)
+        router.run(partial(started.client.log_in, pin))
+        yield Owner(started.client, router)
     print(*started.log, sep="\n")  # pytest shows it if a test fails

@@ -26,6 +26,7 @@ AUTHORIZED = SSH_KEY.with_suffix(".pub")
 OTHER = "the passphrase of cryptdata"
 ADDRESS = "192.168.77.20"
 ROUTER = "192.168.77.1"
+MAC = "52:54:00:12:34:56"
 
 # What docs/server.md says: the guests' initrds are made by these commands.
 DROPBEAR = blocks("docs/server.md", "## By hand")[3]
@@ -41,13 +42,9 @@ COMMON = "curl iproute2 kmod openssh-server systemd-sysv udev zstd"
 # All that a guest has; with every driver there is, an initrd would take far longer.
 DRIVERS = "dm_crypt ext4 virtio_blk virtio_net virtio_pci"
 LAN = DRACUT[3].replace("192.168.1.20", ADDRESS).replace("192.168.1.1", ROUTER)
-# Makes a Debian similar to Raspberry Pi OS, whose packages come from its own disk. What
-# it says of cloud-init is from pi-gen and rpi-cloud-init-mods, as of June 2026.
-PI_OS = """
-apt-get install -y --no-install-recommends cloud-init
-apt-get purge -y --autoremove python3-paramiko
+# Offers the packages that were downloaded, from the tree itself and nowhere else.
+ARCHIVE = """\
 mkdir /archive
-apt-get install -y --download-only --no-install-recommends python3-paramiko
 mv /var/cache/apt/archives/*.deb /archive
 cd /archive
 for file in *.deb; do
@@ -59,14 +56,21 @@ for file in *.deb; do
 done >Packages
 rm -rf /etc/apt/sources.list.d/* /var/lib/apt/lists/*
 echo 'deb [trusted=yes] file:/archive ./' >/etc/apt/sources.list
-mkdir /boot/firmware
+"""
+# Makes a Debian similar to Raspberry Pi OS, whose packages come from its own disk. What
+# it says of cloud-init is from pi-gen and rpi-cloud-init-mods, as of June 2026.
+PI_OS = f"""
+apt-get install -y --no-install-recommends cloud-init
+apt-get purge -y --autoremove python3-paramiko
+apt-get install -y --download-only --no-install-recommends python3-paramiko
+{ARCHIVE}mkdir /boot/firmware
 echo 'LABEL=bootfs /boot/firmware vfat defaults 0 0' >>/etc/fstab
 cat >/etc/cloud/cloud.cfg.d/99_raspberry-pi.cfg <<END
 datasource_list: [NoCloud, None]
-datasource: {NoCloud: {seedfrom: "file:///boot/firmware"}}
+datasource: {{NoCloud: {{seedfrom: "file:///boot/firmware"}}}}
 ssh_deletekeys: false
 ssh_genkeytypes: []
-network: {config: disabled}
+network: {{config: disabled}}
 END
 mkdir /etc/systemd/system/cloud-init-main.service.d
 cat >/etc/systemd/system/cloud-init-main.service.d/card.conf <<END
@@ -98,9 +102,32 @@ class Guest:
         """The public key of the initrd's SSH; of the system's, where that is all."""
         return self.folder / "host_key.pub"
 
+    def hardware(self) -> list[str]:
+        """Return QEMU's arguments; nothing that is written to the disks stays."""
+        root = "mapper/cryptroot" if self.encrypted else "vda ip=off"
+        # Without norandmaps, the emulation takes minutes. Beside other tests, disks may
+        # appear after systemd's 90 s. The console shows systemd's warnings.
+        options = (
+            f"root=/dev/{root} rw console=ttyS0 norandmaps mitigations=off"
+            " cryptomgr.notests panic=1 systemd.default_device_timeout_sec=600"
+            " systemd.journald.forward_to_console=1"
+            " systemd.journald.max_level_console=warning"
+        )
+        arguments = [
+            *(["-no-reboot"] if self.encrypted else []),
+            *("-kernel", str(BUILD / "vmlinuz")),
+            *("-initrd", str(self.folder / "initrd"), "-append", options),
+            *("-device", f"virtio-net-pci,netdev=lan,mac={MAC},romfile="),
+        ]
+        for disk in self.disks:
+            image = f"if=virtio,format=raw,snapshot=on,file={self.folder / disk}"
+            arguments += ["-drive", image]
+        return arguments
+
     def settings(self) -> dict[str, str]:
         """Write what waker is told about it."""
         return {
+            "WAKER_HOMELAB_MAC": MAC,
             "WAKER_HOMELAB_HOST": ADDRESS,
             "WAKER_INITRD_SSH_PORT": str(self.port),
             "WAKER_SSH_KEY": str(SSH_KEY),

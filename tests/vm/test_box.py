@@ -98,7 +98,8 @@ def check_all_steps(owner: Owner) -> str:
 def box(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Box]:
     """A box on which waker is installed as by a package."""
     make(tmp_path / "checkout", "install", "DESTDIR=stage", "INIT=systemd")
-    with computer_of(request.param, tmp_path) as computer:
+    ready()
+    with computer_of(request.param.hardware(), tmp_path) as computer:
         computer.switch_on()
         box = Box(computer)
         box.wait("true")

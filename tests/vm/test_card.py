@@ -7,7 +7,7 @@ from pathlib import Path
 
 from computer import Owner, computer_of
 from conftest import PIN, Client, make
-from guests import ADDRESS, PI, ROUTER, run
+from guests import ADDRESS, PI, ROUTER, ready, run
 from test_box import LISTENS, Box, check_all_steps, new_machine
 
 CARD = "/boot/firmware/waker"
@@ -36,7 +36,8 @@ def test_a_card_is_all_that_a_raspberry_pi_needs(tmp_path: Path) -> None:
     card = tmp_path / "card"
     run("mkfs.vfat", "-n", "bootfs", "-C", card, "65536")  # KiB
 
-    with computer_of(PI, tmp_path) as computer:
+    ready()
+    with computer_of(PI.hardware(), tmp_path) as computer:
         computer.card = card
         router = computer.router
         machine = router.run(partial(new_machine, tmp_path, ROUTER))

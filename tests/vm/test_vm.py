@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from computer import Computer, Owner, computer_of, owner_of
+from computer import Computer, Owner, computer_of, waker_on
 from conftest import CHECKOUT, PASSPHRASE
-from guests import GUESTS, OTHER
+from guests import GUESTS, OTHER, Guest, ready
 
 import waker
 
@@ -34,17 +34,23 @@ NOTHING_TO_DO = {
 
 Machine = tuple[Computer, Owner]
 SLOW, SHELL, DIFFER = (
-    pytest.mark.parametrize("machine", [name], indirect=True)
+    pytest.mark.parametrize("guest", [name], indirect=True)
     for name in ("slow", "dracut-shell", "dracut-differ")
 )
 MODULE = CHECKOUT / "server/dracut/46initrd-ssh/module-setup.sh"
 
 
 @pytest.fixture
-def machine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Machine]:
+def guest(request: pytest.FixtureRequest) -> Guest:
+    ready()
+    return KINDS[request.param]
+
+
+@pytest.fixture
+def machine(guest: Guest, tmp_path: Path) -> Iterator[Machine]:
     """A machine that is off, and waker beside it."""
-    with computer_of(KINDS[request.param], tmp_path) as computer:
-        with owner_of(computer) as owner:
+    with computer_of(guest.hardware(), tmp_path) as computer:
+        with waker_on(computer.router, guest.settings()) as owner:
             yield computer, owner
 
 
@@ -57,15 +63,15 @@ def wake(computer: Computer, owner: Owner) -> None:
 
 
 @pytest.mark.parametrize(
-    "machine",
+    "guest",
     [name for name in KINDS if name not in ("dracut-shell", "dracut-differ")],
     indirect=True,
 )
 def test_one_request_starts_a_machine(
-    machine: Machine, pytestconfig: pytest.Config
+    guest: Guest, machine: Machine, pytestconfig: pytest.Config
 ) -> None:
     computer, owner = machine
-    name, disks = computer.guest.name, ", ".join(computer.guest.disks)
+    name, disks = guest.name, ", ".join(guest.disks)
     ends = {f"Unlocked: {disks}. The system is up."}
     if name == "dracut":  # systemd tries the first disk's passphrase by itself
         ends.add("Unlocked: cryptroot. The system is up.")
@@ -78,12 +84,12 @@ def test_one_request_starts_a_machine(
         start = owner.start("wrong", computer.listen, waker.STILL_LOCKED)
         assert start["outcome"] in wrong, start
         if name == "dracut":  # waker's key opens no shell
-            said = computer.ssh("echo shell", port=computer.guest.port).stdout
+            said = computer.ssh("echo shell", port=guest.port).stdout
             assert said == b"Please unlock disk cryptroot\n"
         if name == "dropbear":  # it keeps asking
             assert [owner.unlock("wrong") for _ in range(3)] == [WRONG] * 3
             computer.wait_for("maximum number of tries exceeded")
-        if computer.guest.tries == 0:  # then systemd keeps asking
+        if guest.tries == 0:  # then systemd keeps asking
             assert [owner.unlock("wrong")[0] for _ in range(3)] == [400] * 3
         start = owner.start(PASSPHRASE)
         assert (start["outcome"], start["message"] in ends) == ("up", True), start
@@ -112,7 +118,9 @@ def test_systemd_gives_up_only_after_a_warning(machine: Machine) -> None:
 
 
 @SHELL
-def test_only_the_disk_that_asks_gets_the_passphrase(machine: Machine) -> None:
+def test_only_the_disk_that_asks_gets_the_passphrase(
+    guest: Guest, machine: Machine
+) -> None:
     """A TPM's prompt gets nothing. A unit that failed before does not matter."""
     computer, owner = machine
     wake(computer, owner)
@@ -126,7 +134,7 @@ def test_only_the_disk_that_asks_gets_the_passphrase(machine: Machine) -> None:
         f"{run} --unit={unit} sh -c 'exit 1'",
         f"until systemctl is-failed {unit}; do sleep 0.1; done",
     ):
-        computer.run(command, port=computer.guest.port)
+        computer.run(command, port=guest.port)
     start = owner.start(PASSPHRASE)
     assert start["message"] == "Unlocked: cryptroot. The system is up."
     assert computer.run("cat /run/pin") == ""
