@@ -19,6 +19,9 @@ test-browsers: $(VENV)/done .venv-qt6.5/done .venv-qt6.2/done ## test the page i
 test-vm: $(VENV)/done ## unlock encrypted servers in QEMU, as root
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --numprocesses 2 --maxschedchunk 1 tests/vm
 
+test-servers: $(VENV)/done ## prepare bare servers in QEMU, as root; T='-k bare-12'
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --capture=no $(T) tests/vm/servers.py
+
 test-unstable: $(VENV)/done ## unlock today's Debian unstable in QEMU, as root
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/vm/unstable.py
 
@@ -59,7 +62,7 @@ lint: $(VENV)/done ## run ruff, mypy and shellcheck
 		tests/support/initrds/*.sh box/notify/install box/notify/notify
 
 clean: ## remove what the other targets made
-	rm -rf .venv* .vm dist .hypothesis .*_cache
+	rm -rf .venv* .vm .vm-bare dist .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -r {} +
 
 # Another ten times as big, to test it.

@@ -143,7 +143,8 @@ def can_be_others() -> bool:
 class Terminal:
     """A program at a terminal, and what it has printed."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], patience: float = 60) -> None:
+        self._patience = patience  # seconds without a word
         self._master, end = pty.openpty()
         # A terminal that is closed tells its shell, which ends the rest.
         shell = ["sh", "-c", '"$@"; exit', "sh", *command]
@@ -154,7 +155,7 @@ class Terminal:
         self._answered = 0
 
     def _read(self) -> bool:
-        assert select.select([self._master], [], [], 60)[0], self.printed
+        assert select.select([self._master], [], [], self._patience)[0], self.printed
         try:
             text = os.read(self._master, 65536).decode(errors="replace")
         except OSError:  # the last program has closed it
