@@ -27,7 +27,7 @@ def mistakes(file: Path) -> list[str]:
 def test_the_settings_filled_in_by_hand_are_valid(machine: Machine) -> None:
     machine.make_keys()
     file = machine.folder / "waker.env"
-    lines = blocks("docs/server.md", "## By hand")[4]
+    lines = blocks("docs/server.md", "## By hand")[0]
     file.write_text(lines)
     assert mistakes(file) == ["WAKER_SSH_HOST_KEY", "WAKER_PIN"]  # to be filled in
     right = lines.replace("ssh-ed25519 AAAA…", machine.host_key)

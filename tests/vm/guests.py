@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import prepare
 import pytest
 from conftest import CHECKOUT, PASSPHRASE, PROGRAM, blocks, need, need_root
 
@@ -28,20 +29,34 @@ ADDRESS = "192.168.77.20"
 ROUTER = "192.168.77.1"
 MAC = "52:54:00:12:34:56"
 
-# What docs/server.md says: the guests' initrds are made by these commands.
-DROPBEAR = blocks("docs/server.md", "## By hand")[3]
-DRACUT = blocks("docs/server.md", "## dracut")
+# What docs/server.md says: dracut makes the guests' initrds by these commands, after
+# those that install packages.
+MODULE, LAN, BUILD_IT = blocks("docs/server.md", "## Fedora")
+MODULE = MODULE.partition("openssh-server\n")[2]
+LAN = LAN.replace("192.168.1.20", ADDRESS).replace("192.168.1.1", ROUTER)
+# What prepare.py finds out about the others.
+FACTS = {
+    "mac": MAC,
+    "card": "enp0s3",
+    "drivers": "virtio_net",
+    "host": ADDRESS,
+    "netmask": "255.255.255.0",
+    "router": ROUTER,
+    "own ip": "",
+    "own options": "",
+    "kept": "",
+    "missing": "",
+}
 
 # The kernel of Debian 13 crashes under the QEMU of Debian 12, so all run that of 12.
 # With busybox there, dracut may leave out bash, which is root's shell.
 PACKAGES = {
     "bookworm": "cryptsetup-initramfs dropbear-initramfs linux-image-cloud-amd64",
-    "trixie": f"busybox cryptsetup {DRACUT[1].split(' install ')[1].strip()}",
+    "trixie": "busybox cryptsetup dracut dracut-network systemd-cryptsetup",
 }
 COMMON = "curl iproute2 kmod openssh-server systemd-sysv udev zstd"
 # All that a guest has; with every driver there is, an initrd would take far longer.
 DRIVERS = "dm_crypt ext4 virtio_blk virtio_net virtio_pci"
-LAN = DRACUT[3].replace("192.168.1.20", ADDRESS).replace("192.168.1.1", ROUTER)
 # Offers the packages that were downloaded, from the tree itself and nowhere else.
 ARCHIVE = """\
 mkdir /archive
@@ -174,9 +189,8 @@ def run_in(tree: Path, *command: str) -> str:
 
 def follow(tree: Path, commands: str, changes: Mapping[str, str]) -> str:
     """Run commands of the docs in a tree, with what a reader would change."""
-    key = AUTHORIZED.read_text().strip()
-    keys = dict.fromkeys(("PUBLIC-KEY-OF-WAKER", "ssh-ed25519 AAAA… waker"), key)
-    for old, new in (keys | dict(changes)).items():
+    whole = {"ssh-ed25519 AAAA… waker": AUTHORIZED.read_text().strip(), **changes}
+    for old, new in whole.items():
         commands = commands.replace(old, new)
     return run_in(tree, "sh", "-ec", f'sudo() {{ "$@"; }}; cd /root\n{commands}')
 
@@ -207,10 +221,10 @@ def install(suite: str) -> None:
         *(suite, tree),
     )
     minimal.chmod(0o755)
-    prepare(tree)
+    set_up(tree)
 
 
-def prepare(tree: Path) -> None:
+def set_up(tree: Path) -> None:
     """Give a tree its name, its network, and root's SSH key."""
     tree.chmod(0o755)
     write(tree / "etc/hostname", "guest\n")
@@ -225,28 +239,29 @@ def prepare(tree: Path) -> None:
 
 
 def with_initramfs_tools(guest: Guest, tree: Path) -> str:
-    """Make the initrd as docs/server.md says for Debian; returns its host key."""
-    dropbear = tree / "etc/dropbear/initramfs"
-    (dropbear / "authorized_keys").unlink(missing_ok=True)
+    """Make the initrd with the files of prepare.py; returns its host key."""
     # Each guest has a host key of its own, so that none is taken for another.
-    key = dropbear / "dropbear_ed25519_host_key"
-    key.unlink()
-    run_in(tree, "dropbearkey", "-t", "ed25519", "-f", f"/{key.relative_to(tree)}")
-    changes = {
-        "192.168.1.20::192.168.1.1": f"{ADDRESS}::{ROUTER}",
-        "-p 2222": f"-p {guest.port}",
-    }
-    if not guest.forced:
-        changes[" -c cryptroot-unlock"] = ""
-    return follow(tree, DROPBEAR, changes).splitlines()[-1]
+    host_key = "/etc/dropbear/initramfs/dropbear_ed25519_host_key"
+    run_in(tree, "rm", host_key)
+    run_in(tree, "dropbearkey", "-t", "ed25519", "-f", host_key)
+    key = AUTHORIZED.read_text()
+    facts = {**FACTS, "initrd port": str(guest.port)}
+    files = prepare.read_files("initramfs-tools")
+    for _, path, text, _ in prepare.make_plan(facts, key, "", files)[1:]:
+        is_key = path.endswith("/authorized_keys")
+        write(tree / path[1:], key if is_key and not guest.forced else text)
+        (tree / path[1:]).chmod(0o755 if text.startswith("#!") else 0o600)
+    run_in(tree, "update-initramfs", "-u", "-k", "all")
+    command = prepare.SETTINGS["initramfs-tools"]["host key"]
+    return run_in(tree, "sh", "-ec", command)
 
 
 def with_dracut(guest: Guest, tree: Path) -> str:
-    """Make the initrd as docs/server.md says for dracut; returns its host key."""
+    """Make the initrd as docs/server.md says for Fedora; returns its host key."""
     shutil.copytree(CHECKOUT / "server/dracut", tree / "root/server/dracut")
     (tree / "etc/initrd-ssh/host_key").unlink(missing_ok=True)
     forced = 'restrict,command="/usr/bin/cryptroot-unlock" '
-    follow(tree, DRACUT[2], {} if guest.forced else {forced: ""})
+    follow(tree, MODULE, {} if guest.forced else {forced: ""})
     shutil.rmtree(tree / "root/server")
     write(tree / "etc/initrd-ssh/lan.network", LAN)
     write(
@@ -256,13 +271,13 @@ def with_dracut(guest: Guest, tree: Path) -> str:
     )
     (version,) = (path.name for path in tree.glob("lib/modules/*"))
     here = {"dracut --force": f"dracut --force /boot/initrd {version}"}
-    return follow(tree, DRACUT[5], here).splitlines()[-1]
+    return follow(tree, BUILD_IT, here).splitlines()[-1]
 
 
 def build_pi() -> None:
     """Make the disk of a Raspberry Pi without a card's boot partition."""
     tree = BUILD / "pi-tree"
-    prepare(tree)
+    set_up(tree)
     run_in(tree, "sh", "-ec", PI_OS)
     shutil.copytree(BUILD / "modules", tree / "lib/modules")
     PI.folder.mkdir()
@@ -342,9 +357,11 @@ def ready() -> None:
     need_root()
     for program in ("cryptsetup", "mke2fs", "mmdebstrap", "qemu-system-x86_64"):
         need(program)
-    paths = [Path(__file__), *sorted(CHECKOUT.glob("server/dracut/**/*"))]
-    whole = b"".join(path.read_bytes() for path in paths if path.is_file())
-    texts = (PASSPHRASE, DROPBEAR, *DRACUT)
+    paths = [Path(__file__), *sorted(CHECKOUT.glob("server/**/*"))]
+    whole = b"".join(
+        path.read_bytes() for path in paths if path.suffix != ".pyc" and path.is_file()
+    )
+    texts = (PASSPHRASE, MODULE, LAN, BUILD_IT)
     recipe = hashlib.sha256(whole + "".join(texts).encode()).hexdigest()
     stamp = BUILD / "recipe"
     with Path(__file__).open() as lock:

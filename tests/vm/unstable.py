@@ -1,4 +1,4 @@
-"""Today's Debian unstable with dracut, set up as docs/server.md says.
+"""Today's Debian unstable with dracut, set up as docs/server.md says for Fedora.
 
 Only `make test-unstable` runs this, since unstable may be broken for other reasons.
 """
