@@ -208,7 +208,7 @@ def write_settings(folder: Path, text: str, expected: Mapping[str, str]) -> None
         with contextlib.suppress(ConfigError):
             will_be_read = waker.read_env_file(part)
         if will_be_read != expected:
-            raise ConfigError(f"{real} cannot be changed safely. Edit it by hand.")
+            raise ConfigError(f"Put the five settings above into {real} by hand.")
         part.replace(real)
     finally:
         part.unlink(missing_ok=True)
@@ -220,7 +220,7 @@ def write_settings(folder: Path, text: str, expected: Mapping[str, str]) -> None
 def start_waker(folder: Path) -> str:
     """Check the settings, and run waker with them from now on.
 
-    Returns the address of its page. Raises: ConfigError
+    Returns where its page is, if that is known. Raises: ConfigError
     """
     print("\nwaker check:\n", flush=True)
     check = ["waker", "check"]
@@ -232,16 +232,21 @@ def start_waker(folder: Path) -> str:
         commands = [["/etc/init.d/waker", "enable"], ["/etc/init.d/waker", "restart"]]
     for command in commands:
         if subprocess.run(command, check=False).returncode:
-            raise ConfigError(f"This failed: {' '.join(command)}")
+            raise ConfigError(f"`{' '.join(command)}` failed.")
     if checked:
-        raise ConfigError("waker was started. Correct the lines marked WRONG.")
+        raise ConfigError("waker was started. Correct what is WRONG, and restart it.")
     values = waker.read_env_file(folder / "waker.env")
     config = waker.read_config(values, folder)
     host, port = config.listen
-    if ipaddress.ip_address(host).is_unspecified:
-        with contextlib.suppress(OSError):  # there is no route now
+    listens = ipaddress.ip_address(host)
+    if listens.is_loopback:  # behind a proxy, which has another address
+        return ""
+    if listens.is_unspecified:
+        try:
             host = waker.find_source_address(config)
-    return f" at http://{host}:{port}/"
+        except OSError:  # there is no route now
+            return ""
+    return f" at http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
 def settle(folder: Path, found: Mapping[str, str]) -> None:
@@ -259,19 +264,19 @@ def settle(folder: Path, found: Mapping[str, str]) -> None:
         added["WAKER_PIN"] = pin
     if added:
         write_settings(folder, fill_in(text, added), present | added)
-    print(f"\nWritten to {file}: {', '.join(added) or 'nothing, all is there'}.")
+    print(f"\nWritten to {file}: {', '.join(added) or 'nothing new'}.")
     for name, value in kept.items():
-        print(f"\n{name} was kept, but the server reports another value:")
+        print(f"\n{name} was kept, but the server reports a different value:")
         print(f"    {waker.printable(present[name])}\n    {value} (the server's)")
     if "WAKER_PIN" in added:  # not to standard output, which may be somebody's log
         with contextlib.suppress(OSError), Path("/dev/tty").open("w") as terminal:
-            terminal.write(f"\nYour new PIN (59 random bits), shown only now: {pin}\n")
+            terminal.write(f"\nYour new PIN, which is also in waker.env: {pin}\n")
     if folder != INSTALLED:
-        print("\nThe server is ready. The box needs this folder next.")
+        print(f"\nThe server is prepared. The box needs {folder} next.")
         return
     where = start_waker(folder)
     if kept:
-        print("\nFirst compare the settings above that were kept.")
+        print("\nFirst compare the settings above that differ.")
     left = "One thing is left: reboot the server, and unlock it from your phone"
     print(f"\n{left}{where}.")
 
@@ -301,9 +306,7 @@ def prepare_server(folder: Path, server: str = "", *options: str) -> int:
     if status:
         raise ConfigError("Nothing was written on this box.")
     if "--undo" in options:
-        print(
-            "\nwaker cannot unlock the server now. Its settings here were not changed."
-        )
+        print("\nwaker cannot unlock the server now. The settings on this box stay.")
         return 0
     try:
         found = parse_settings(find_settings(output, nonce))

@@ -21,7 +21,7 @@ from ipaddress import IPv4Interface
 from pathlib import Path
 from typing import Final, NamedTuple
 
-MARK: Final = "# Written by waker's prepare.py. To remove it, run prepare.py --undo."
+MARK: Final = "# Written by waker's prepare.py. `make server UNDO=1` removes it."
 RECORD: Final = Path("/var/lib/waker-prepare/record.json")
 UNFINISHED: Final = RECORD.with_name("unfinished")  # from the first change to the last
 MODULE: Final = "/usr/lib/dracut/modules.d/46initrd-ssh"
@@ -63,24 +63,24 @@ def find_builder(seen: Seen) -> str:
 def find_disks(seen: Seen) -> str:
     """Name the encrypted disks that must be open before the system boots."""
     if "zfs" in seen["file systems"]:
-        raise Refused("it uses ZFS, whose encryption waker does not unlock.")
+        raise Refused("it uses ZFS, which waker cannot unlock.")
     layers = [line.split() for line in seen["disks"].splitlines()]
     if any("iscsi" in row or row[0].startswith("nbd") for row in layers):
-        raise Refused("its disk is on the network, which the initrd takes down again.")
+        raise Refused("its disk is on the network, which the initrd takes down.")
     disks = [row[0] for row in layers if "crypt" in row[1:]]
     if not disks:
         raise Refused("the disk with / is not encrypted. There is nothing to unlock.")
     if " crypt" in seen["boot disks"]:
         raise Refused(
-            "/boot is encrypted too. GRUB asks for that passphrase before there is a"
-            " network. Give /boot a partition of its own that is not encrypted."
+            "/boot is encrypted. GRUB asks for that passphrase before there is a"
+            " network. Put /boot on an unencrypted partition of its own."
         )
     rows = [line.split() for line in seen["crypttab"].splitlines()]
     table = {row[0]: [*row[2:], "none", ""] for row in rows if row}
     for disk in disks:
         key, options, *_ = table.get(disk, ["", "", ""])
         if not key:
-            raise Refused(f"/ is on {disk}, but no line of /etc/crypttab begins so.")
+            raise Refused(f"/ is on {disk}, but no line of /etc/crypttab has it.")
         if key not in ("none", "-") or "keyscript=" in options:
             raise Refused(f"a key file or keyscript opens {disk}, not a passphrase.")
         if re.search(r"\b(plain|tcrypt|bitlk)\b", options):
@@ -97,7 +97,7 @@ def find_card(seen: Seen, wanted: str) -> dict[str, str]:
     routes = [r for line in seen["routes"].splitlines() for r in json.loads(line)]
     routes = [route for route in routes if route.get("dev", "lo") != "lo"]
     if not wanted and not routes:
-        raise Refused("no route leads out of it. Name the network card with --card.")
+        raise Refused("it has no default route. Name the network card with --card.")
     via = wanted or routes[0]["dev"]
     if via not in links:
         raise Refused(f"it has no card {via}. It has {', '.join(drivers) or 'none'}.")
@@ -105,7 +105,7 @@ def find_card(seen: Seen, wanted: str) -> dict[str, str]:
     if kinds[via] == "bridge":  # which is as good as its one physical card
         cards = [n for n in links if links[n].get("master") == via and n in drivers]
         if len(cards) != 1:
-            raise Refused(f"the bridge {via} has {len(cards)} physical cards, not one.")
+            raise Refused(f"the bridge {via} has {len(cards)} physical cards, not 1.")
         (card,) = cards
     if f"/{card}/phy80211" in seen["wifi"]:
         raise Refused(f"{card} is Wi-Fi. Waking and unlocking need a cable.")
@@ -145,7 +145,7 @@ def find_ports(seen: Seen, builder: str, box: str) -> dict[str, str]:
     if options:
         command = re.search(r"(?:^|\s)-[a-zA-Z]*?c\s*(\S.*)", options)
         if command and "cryptroot-unlock" not in command[1]:
-            raise Refused(f"dropbear already runs another command: {command[1]}")
+            raise Refused(f"DROPBEAR_OPTIONS has another command: {command[1]}")
         port = re.search(r"(?:^|\s)-[a-zA-Z]*?p\s*(?:\S*:)?([0-9]+)", options)
         initrd = port[1] if port else "22"
     return {"system port": system, "initrd port": initrd, "own options": options}
@@ -159,14 +159,14 @@ def understand(seen: Seen, wanted_card: str, box: str) -> Facts:
     address, *others = re.sub(r"^\w+=|[\"']", "", own_ip).split(":")
     is_other = address in ("off", "none") or address[:1].isdigit()
     if (is_other and address != facts["host"]) or {*others[4:5]} - {"", facts["card"]}:
-        raise Refused(f"the initrd's {own_ip} is not for {facts['host']}. Remove it.")
+        raise Refused(f"the initrd has {own_ip}, not {facts['host']}. Remove that.")
     packages = SETTINGS[facts["builder"]]["packages"].split()
     installed = re.findall(r"(?m)^(\S+) \S+ installed$", seen["packages"])
     facts["missing"] = " ".join(name for name in packages if name not in installed)
     images, kernels = seen["images"].split(), seen["kernels"].split()
     works = [kernel for kernel in reversed(kernels) if f"initrd.img-{kernel}" in images]
     if not works:
-        raise Refused("there is no initrd in /boot that could be kept.")
+        raise Refused("no installed kernel has an initrd in /boot to keep.")
     # Once one is kept, no other. The running kernel's works.
     is_kept = {k: f"initrd.img-{k}.before-waker" in images for k in works}
     facts["kept"] = max(works, key=lambda k: (is_kept[k], k == seen["running"].strip()))
@@ -193,7 +193,7 @@ class Kind(enum.Enum):
 
     COPY = "keep the image that works today as"
     FILE = "write"
-    KEY = "let waker's key unlock, and nothing else, with a line in"
+    KEY = "limit waker's key to unlocking, with a line in"
     PACKAGE = "install"
 
 
@@ -299,7 +299,7 @@ def build(kernel: str, state: str, facts: Facts) -> None:
         run("sh", "-c", how, f"{image}.waker-new", kernel)
         if wrong := examine(f"{image}.waker-new", kernel, state, facts):
             Path(f"{image}.waker-new").unlink()
-            raise Failed(f"the new {image} is wrong, and not used: {'; '.join(wrong)}.")
+            raise Failed(f"the new {image} is not used: {'; '.join(wrong)}.")
         put(Path(image))
     for hooks in Path("/etc/initramfs").glob("post-update.d"):  # some boot loaders have
         run("run-parts", f"--arg={kernel}", f"--arg={image}", str(hooks))  # copies
@@ -335,7 +335,7 @@ def find_work(plan: list[Change]) -> list[Change]:
     files = [change.name for change in todo if change.kind is Kind.FILE]
     for old in read_record():
         if old.name in files and read(old.name) not in ("", old.text, old.before):
-            raise Refused(f"{old.name} was changed since. Move the changes elsewhere.")
+            raise Refused(f"{old.name} has your changes. Move them, and delete it.")
     return todo
 
 
@@ -376,11 +376,11 @@ def take_back(change: Change) -> str:
         case Kind.FILE if now == text:
             write(path, str(change.before), path.stat().st_mode & 0o777)
         case Kind.FILE if now and now != change.before:
-            return f"{path}, which was changed since"
+            return f"{path}, which you have changed"
         case Kind.KEY if text in now:
             write(path, now.replace(text, f"{change.before}\n".lstrip()), 0o600)
         case Kind.KEY if text.split()[-2] in now.replace(str(change.before), ""):
-            return f"waker's key in {path}, because its line was changed since"
+            return f"waker's key in {path}, because you have changed its line"
     return ""
 
 
@@ -402,12 +402,12 @@ def agree(title: str, lines: list[str], *, yes: bool) -> None:
     print("    build and examine the initrd of each kernel, which takes minutes")
     how = 'printf "Go on? [y/N] " >/dev/tty; read -r answer </dev/tty; echo "$answer"'
     if not yes and run("sh", "-c", how, check=False)[:1] not in ("y", "Y"):
-        raise Refused("nobody said yes. Without a terminal, use `ssh -t`, or --yes.")
+        raise Refused("you did not answer y. Without a terminal, use --yes.")
 
 
 def show_settings(facts: Facts, nonce: str) -> None:
     if not re.search("Wake-on: .*g", run("ethtool", facts["card"], check=False)):
-        print(f"WARNING: {facts['card']} cannot be woken, says its driver.")
+        print(f"WARNING: the driver of {facts['card']} offers no Wake-on-LAN.")
     host_key = run("sh", "-c", SETTINGS[facts["builder"]]["host key"]).strip()
     lines = fill(SETTINGS["waker.env"]["lines"], {**facts, "host key": host_key})
     begin = f"waker-begin {nonce}" if nonce else "Put these lines into waker.env:"
@@ -416,7 +416,7 @@ def show_settings(facts: Facts, nonce: str) -> None:
 
 def prepare(seen: Seen, options: argparse.Namespace) -> None:
     if not re.fullmatch(r"ssh-ed25519 AAAA[A-Za-z0-9+/]{64} [!-~]+", options.key):
-        raise Refused("it needs waker's public key, whole: 'ssh-ed25519 AAAA… waker'.")
+        raise Refused("it needs waker's whole public key, 'ssh-ed25519 AAAA… waker'.")
     facts = understand(seen, options.card, options.box)
     menu, files = make_menu(seen, facts["kept"]), read_files(facts["builder"])
     todo = find_work(make_plan(facts, options.key, menu, files))
@@ -424,7 +424,7 @@ def prepare(seen: Seen, options: argparse.Namespace) -> None:
     wrong = (examine(f"/boot/initrd.img-{k}", k, "prepared", facts) for k in kernels)
     is_left = UNFINISHED.exists() or any(not c.name.startswith(SPARE) for c in todo)
     if not is_left and not any(wrong):
-        print("The server is prepared already. Nothing was changed.")
+        print("The server is already prepared. Nothing was changed.")
         return show_settings(facts, options.nonce)
     for left in Path("/boot").glob("*.waker-new"):  # by an interruption
         left.unlink()
@@ -432,11 +432,11 @@ def prepare(seen: Seen, options: argparse.Namespace) -> None:
     copies = 2 - Path(f"{image}.before-waker").exists()
     need = image.stat().st_size * copies + (20 << 20) * len(kernels)
     if shutil.disk_usage("/boot").free < need:
-        raise Refused(f"/boot needs {need >> 20} MiB of room. Remove an old kernel.")
+        raise Refused(f"/boot needs {need >> 20} MiB free. Remove an old kernel.")
     print("Found:", *(f"    {n}: {s}" for n, s in facts.items() if s), sep="\n")
     if not menu:
-        print("WARNING: GRUB's menu gets no entry for the kept image. Note its name.")
-    agree("Will do:", [f"{c.kind.value} {c.name}" for c in todo], yes=options.yes)
+        print("WARNING: the kept image gets no entry in GRUB's menu. Note its name.")
+    agree("This will:", [f"{c.kind.value} {c.name}" for c in todo], yes=options.yes)
     write(UNFINISHED, "", 0o600)
     for change in todo:
         if change.kind is Kind.PACKAGE:  # after an interruption; a source may be broken
@@ -457,7 +457,7 @@ def undo(seen: Seen, options: argparse.Namespace) -> None:
     # Whatever opens them by now.
     disks = " ".join(re.findall(r"(?m)^(\S+) +crypt\b", seen["disks"]))
     facts = {"builder": find_builder(seen), "disks": disks, "drivers": ""}
-    agree("Will take back:", [c.name for c in record], yes=options.yes)
+    agree("This will undo:", [c.name for c in record], yes=options.yes)
     run("dpkg", "--configure", "-a", shown=True)
     run("systemctl", "disable", "--now", UNIT, check=False)
     spare = [change for change in record if change.name.startswith(SPARE)]
@@ -493,7 +493,7 @@ def main() -> None:
     except Refused as error:
         sys.exit(f"Nothing was changed on this server: {error}")
     except (Failed, KeyboardInterrupt) as error:
-        sys.exit(f"FAILED: {error}\nRun this again to go on, or --undo to go back.")
+        sys.exit(f"FAILED: {str(error) or 'stopped.'}\nRun it again, or undo it.")
 
 
 if __name__ == "__main__":

@@ -308,7 +308,7 @@ def test_one_command_prepares_the_server_and_starts_waker(home: Home) -> None:
     assert "from_box" not in str(called["files"])
     assert not Path(str(called["folder"])).exists()
     values = waker.read_env_file(home.settings)
-    (pin,) = re.findall(r"Your new PIN \(59 random bits\), .*: (.*)", terminal.printed)
+    (pin,) = re.findall(r"Your new PIN, which is also in waker.env: (.*)", terminal.printed)
     assert re.fullmatch("[a-z2-9]{12}", pin)
     assert values == {
         "WAKER_PIN": pin,
@@ -486,7 +486,7 @@ def test_undo_leaves_the_settings_alone(home: Home) -> None:
     assert terminal.end() == 0, terminal.printed
     called = home.called()
     assert (called["undo"], called["KEY"], called["uid"]) == (True, None, 0)
-    assert "Its settings here were not changed." in terminal.printed
+    assert "The settings on this box stay." in terminal.printed
     assert home.settings.read_text() == EXAMPLE
     assert home.services() == ""
 
@@ -582,8 +582,8 @@ def test_settings_go_where_the_file_has_room_for_them(card: Card, case: str) -> 
     status, shown = card.settle()
     assert status == 0, shown
     assert card.text() == (after or before)
-    assert ("nothing, all is there" in shown) == (after in ("", before))
-    assert "another value" not in shown
+    assert ("nothing new" in shown) == (after in ("", before))
+    assert "a different value" not in shown
     assert [path.name for path in card.folder.iterdir()] == ["waker.env"]
 
 
@@ -607,7 +607,7 @@ def test_another_value_stays_and_is_named_with_the_servers(card: Card) -> None:
         ("INITRD_SSH_PORT", "2", "2222"),
         ("SSH_HOST_KEY", OTHER_KEY, HOST_KEY),
     ]:
-        kept = f"WAKER_{name} was kept, but the server reports another value:\n"
+        kept = f"WAKER_{name} was kept, but the server reports a different value:\n"
         assert f"\n{kept}    {old}\n    {new} (the server's)\n" in shown
     assert PIN not in shown
 
@@ -650,7 +650,7 @@ def test_settings_that_would_be_read_differently_are_not_written(card: Card) -> 
     card.file.write_text(before)
     status, shown = card.settle()
     assert status == 1
-    assert "cannot be changed safely. Edit it by hand" in shown
+    assert "Put the five settings above into" in shown
     assert card.text() == before
     assert [path.name for path in card.folder.iterdir()] == ["waker.env"]
 
@@ -746,7 +746,7 @@ def test_a_wrong_line_is_not_hidden_by_the_end(home: Home) -> None:
     terminal = home.log_in("OPTIONS=--yes")
     assert terminal.end() != 0
     assert "WRONG" in terminal.printed
-    assert "Correct the lines marked WRONG" in terminal.printed
+    assert "Correct what is WRONG, and restart it." in terminal.printed
     assert home.services() == STARTED
 
 
