@@ -944,7 +944,7 @@ Name=card
 [Network]
 Address=192.168.1.20/24
 Gateway=192.168.1.1
-'     >/etc/systemd/network/lan.network
+'     >/etc/systemd/network/00-lan.network
 echo "Port $1" >/etc/initrd-ssh/sshd_config
 ip link set lo up
 ip link add card type veth peer switch

@@ -114,7 +114,8 @@ install() {
     for name in host_key host_key.pub authorized_keys; do
         inst_simple "/etc/initrd-ssh/$name"
     done
-    inst_simple /etc/initrd-ssh/lan.network /etc/systemd/network/lan.network
+    # It comes before those that systemd makes of the kernel's ip=.
+    inst_simple /etc/initrd-ssh/lan.network /etc/systemd/network/00-lan.network
     inst_simple "$moddir/sshd_config" /etc/initrd-ssh/sshd_config
     inst_simple "$moddir/clean-card" /usr/bin/clean-card
     for name in initrd-ssh clean-card; do
