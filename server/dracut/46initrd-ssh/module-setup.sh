@@ -35,10 +35,14 @@ list_root_disks() {
 # Whoever is asked may be wrong any number of times, unless the line has its own tries=.
 # With x-initrd.attach, the disk stays attached until the end of the shutdown.
 print_crypttab() {
-    local roots name device key options _
+    local roots name device key options uuid _
     roots=" $(list_root_disks | tr '\n' ' ')"
     while read -r name device key options _ || [[ $name ]]; do
         [[ $name && $name != '#'* ]] || continue
+        # Without mdadm.conf, an array may have another number.
+        [[ $device == /dev/md* ]] &&
+            uuid=$(blkid --output value --match-tag UUID "$device") &&
+            device=UUID=$uuid
         if [[ $roots == ' ' || $roots == *" $name "* ]] ||
             [[ ,$options, == *,x-initrd.attach,* ]]; then
             if [[ ${key:-none} == none || $key == - ]]; then
