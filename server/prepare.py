@@ -67,25 +67,23 @@ def find_disks(seen: Seen) -> str:
     layers = [line.split() for line in seen["disks"].splitlines()]
     if any("iscsi" in row or row[0].startswith("nbd") for row in layers):
         raise Refused("its disk is on the network, which the initrd takes down.")
-    disks = [row[0] for row in layers if "crypt" in row[1:]]
+    disks = [*dict.fromkeys(row[0] for row in layers if "crypt" in row[1:])]
     if not disks:
         raise Refused("the disk with / is not encrypted. There is nothing to unlock.")
-    if " crypt" in seen["boot disks"]:
-        raise Refused(
-            "/boot is encrypted. GRUB asks for that passphrase before there is a"
-            " network. Put /boot on an unencrypted partition of its own."
-        )
-    rows = [line.split() for line in seen["crypttab"].splitlines()]
-    table = {row[0]: [*row[2:], "none", ""] for row in rows if row}
+    if " crypt" in seen["boot disks"]:  # GRUB asks before there is a network
+        raise Refused("/boot is encrypted. Put it on an unencrypted partition.")
+    lines = re.findall(r"(?m)^\s*[^#\s].*", seen["crypttab"])
+    table = {n: [*rest[1:], "none", ""][:2] for n, *rest in map(str.split, lines)}
     for disk in disks:
-        key, options, *_ = table.get(disk, ["", "", ""])
-        if not key:
+        if disk not in table:
             raise Refused(f"/ is on {disk}, but no line of /etc/crypttab has it.")
-        if key not in ("none", "-") or "keyscript=" in options:
-            raise Refused(f"a key file or keyscript opens {disk}, not a passphrase.")
-        if re.search(r"\b(plain|tcrypt|bitlk)\b", options):
-            raise Refused(f"{disk} is not encrypted with LUKS.")
-    return " ".join(dict.fromkeys(disks))
+        key, options = table.pop(disk)
+        if key not in ("none", "-") or re.search("script=|plain|tcrypt|bitlk", options):
+            raise Refused(f"a key file or keyscript opens {disk}, or it is not LUKS.")
+    for disk, (key, options) in table.items():
+        if key in ("none", "-") and not re.search("initr|noauto|nofail", options):
+            raise Refused(f"{disk} asks at the screen later. See docs/server.md.")
+    return " ".join(disks)
 
 
 def find_card(seen: Seen, wanted: str) -> dict[str, str]:
@@ -157,8 +155,9 @@ def understand(seen: Seen, wanted_card: str, box: str) -> Facts:
     facts |= find_card(seen, wanted_card) | find_ports(seen, facts["builder"], box)
     own_ip = facts["own ip"] = seen["own ip"].partition("\n")[0].strip()
     address, *others = re.sub(r"^\w+=|[\"']", "", own_ip).split(":")
-    is_other = address in ("off", "none") or address[:1].isdigit()
-    if (is_other and address != facts["host"]) or {*others[4:5]} - {"", facts["card"]}:
+    own = f"{facts['host']}::{facts['router']}:{facts['netmask']}"
+    is_other = address in ("off", "none") or (address[:1].isdigit() > (own in own_ip))
+    if is_other or {*others[4:5]} - {"", facts["card"]}:
         raise Refused(f"the initrd has {own_ip}, not {facts['host']}. Remove that.")
     packages = SETTINGS[facts["builder"]]["packages"].split()
     installed = re.findall(r"(?m)^(\S+) \S+ installed$", seen["packages"])
@@ -444,7 +443,7 @@ def prepare(seen: Seen, options: argparse.Namespace) -> None:
         apply(change)
     run("systemctl", "enable", UNIT)
     run("systemctl", "restart", UNIT, check=False)
-    for kernel in kernels:
+    for kernel in reversed(kernels):  # the one that boots comes first
         build(kernel, "prepared", facts)
     UNFINISHED.unlink()
     print("The server is prepared. The initrd of each kernel was examined.")

@@ -242,8 +242,16 @@ REFUSALS: dict[str, tuple[str, dict[str, str]]] = {
         {"crypttab": "vda2_crypt x none luks,keyscript=/bin/x\n"},
     ),
     "plain encryption": (
-        "not encrypted with LUKS",
+        "it is not LUKS",
         {"crypttab": "vda2_crypt x none plain"},
+    ),
+    "a disk that asks later": (
+        "data asks at the screen later",
+        {"crypttab": TABLE + "# x\n data UUID=x none luks\n"},
+    ),
+    "a static address without its netmask": (
+        "not 192.168.1.20. Remove",
+        {"own_ip": "IP=192.168.1.20::192.168.1.1:24\n"},
     ),
     "another command": (
         "DROPBEAR_OPTIONS has another command: /bin/x",
