@@ -29,6 +29,7 @@ UNIT: Final = "waker-wake.service"
 # The kept image, its entry in GRUB's menu, and their hook: first to come, last to go.
 SPARE: Final = ("/boot/", "/etc/kernel/postrm.d/waker")
 
+NOT_LUKS: Final = r"script=|\b(plain|tcrypt|bitlk)\b"  # in crypttab's options
 HERE: Final = Path(__file__).resolve().parent
 SETTINGS: Final = configparser.ConfigParser(interpolation=None)
 SETTINGS.read(HERE / "prepare.ini")
@@ -78,7 +79,7 @@ def find_disks(seen: Seen) -> str:
         if disk not in table:
             raise Refused(f"/ is on {disk}, but no line of /etc/crypttab has it.")
         key, options = table.pop(disk)
-        if key not in ("none", "-") or re.search("script=|plain|tcrypt|bitlk", options):
+        if key not in ("none", "-") or re.search(NOT_LUKS, options):
             raise Refused(f"a key file or keyscript opens {disk}, or it is not LUKS.")
     for disk, (key, options) in table.items():
         if key in ("none", "-") and not re.search("initr|noauto|nofail", options):
@@ -108,8 +109,7 @@ def find_card(seen: Seen, wanted: str) -> dict[str, str]:
     if f"/{card}/phy80211" in seen["wifi"]:
         raise Refused(f"{card} is Wi-Fi. Waking and unlocking need a cable.")
     if card not in drivers or links[card]["link_type"] != "ether":
-        kind = kinds[card] or "virtual card"
-        raise Refused(f"{card} is a {kind}. Name a physical card with --card.")
+        raise Refused(f"{card} is not a physical card. Name one with --card.")
     # The first route wins. An address that it does not use may be another service's.
     route: dict[str, str] = {}
     for other in reversed([route for route in routes if route["dev"] == via]):
@@ -156,9 +156,9 @@ def understand(seen: Seen, wanted_card: str, box: str) -> Facts:
     own_ip = facts["own ip"] = seen["own ip"].partition("\n")[0].strip()
     address, *others = re.sub(r"^\w+=|[\"']", "", own_ip).split(":")
     own = f"{facts['host']}::{facts['router']}:{facts['netmask']}"
-    is_other = address in ("off", "none") or (address[:1].isdigit() > (own in own_ip))
-    if is_other or {*others[4:5]} - {"", facts["card"]}:
-        raise Refused(f"the initrd has {own_ip}, not {facts['host']}. Remove that.")
+    is_other = address in ("off", "none") or {*others[4:5]} - {"", facts["card"]}
+    if is_other or (address[:1].isdigit() and own not in own_ip):
+        raise Refused(f"the initrd has {own_ip}, not {own}. Remove that.")
     packages = SETTINGS[facts["builder"]]["packages"].split()
     installed = re.findall(r"(?m)^(\S+) \S+ installed$", seen["packages"])
     facts["missing"] = " ".join(name for name in packages if name not in installed)
@@ -332,7 +332,8 @@ def find_work(plan: list[Change]) -> list[Change]:
     """Return what is left to do. Raises Refused rather than lose an owner's changes."""
     todo = [change for change in plan if not is_done(change)]
     files = [change.name for change in todo if change.kind is Kind.FILE]
-    for old in read_record():
+    # A run that was interrupted may have changed the record alone.
+    for old in read_record() * (not UNFINISHED.exists()):
         if old.name in files and read(old.name) not in ("", old.text, old.before):
             raise Refused(f"{old.name} has your changes. Move them, and delete it.")
     return todo

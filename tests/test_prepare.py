@@ -197,9 +197,9 @@ def test_the_disks_are_those_below_the_root(disks: str, expected: str) -> None:
 REFUSALS: dict[str, tuple[str, dict[str, str]]] = {
     "no default route": ("no default route", {"network": "no route"}),
     "no address": ("has no IPv4 address", {"network": "no address"}),
-    "bond": ("bond0 is a bond", {"network": "bond"}),
-    "VLAN": ("vlan5 is a vlan", {"network": "vlan"}),
-    "tunnel": ("wg0 is a wireguard", {"network": "wireguard"}),
+    "bond": ("bond0 is not a physical card", {"network": "bond"}),
+    "VLAN": ("vlan5 is not a physical", {"network": "vlan"}),
+    "tunnel": ("wg0 is not a physical", {"network": "wireguard"}),
     "Wi-Fi": ("wlan0 is Wi-Fi", {"network": "wifi"}),
     "two cards in a bridge": (
         "vmbr0 has 2 physical cards, not 1",
@@ -222,7 +222,7 @@ REFUSALS: dict[str, tuple[str, dict[str, str]]] = {
     "iSCSI": ("on the network", {"disks ": "cryptroot crypt \nsda disk iscsi\n"}),
     "NBD": ("on the network", {"disks ": "cryptroot crypt \nnbd0 disk \n"}),
     "no address in the initrd": (
-        "the initrd has IP=off, not 192.168.1.20",
+        "the initrd has IP=off, not 192.168.1.20::192.168.1.1:255.255.255.0",
         {"own_ip": "IP=off\n"},
     ),
     "another address in the initrd": (
@@ -250,7 +250,7 @@ REFUSALS: dict[str, tuple[str, dict[str, str]]] = {
         {"crypttab": TABLE + "# x\n data UUID=x none luks\n"},
     ),
     "a static address without its netmask": (
-        "not 192.168.1.20. Remove",
+        "IP=192.168.1.20::192.168.1.1:24, not 192",
         {"own_ip": "IP=192.168.1.20::192.168.1.1:24\n"},
     ),
     "another command": (
@@ -838,6 +838,49 @@ def test_every_kernels_image_is_built_and_examined(server: Server) -> None:
     assert server.run("cat built") == "built\n"
 
 
+def test_the_newest_kernels_image_does_not_wait_for_an_old_ones(server: Server) -> None:
+    """Which may lack the driver of the network card."""
+    older, newer = "6.0.0-9-amd64", first(server)
+    server.set(kernels=f"{older}\n{newer}\n", running=f"{newer}\n")
+    server.run(f"cp /boot/initrd.img-{newer} /boot/initrd.img-{older}")
+    spoil = f"case $image in *{older}*) rm sbin/dropbear ;; esac"
+    server.run(f"sed -i 's|^find . .*cpio|{spoil}\\n&|' mkinitramfs.sh")
+    old = server.run(f"sha256sum </boot/initrd.img-{older}")
+    said = server.prepare(check=False)
+    assert f"FAILED: the new /boot/initrd.img-{older} is not used" in said, said
+    assert server.run(f"sha256sum </boot/initrd.img-{older}") == old
+    assert server.run(f"sha256sum </boot/initrd.img-{newer}") != old
+
+
+def test_drivers_may_be_outside_of_the_main_archive(server: Server) -> None:
+    """As in Ubuntu's images. modinfo knows no such module, and calls it missing."""
+    server.set(drivers="eth0 /lib/modules/missing\n")
+    assert "it has no driver missing" in server.prepare(check=False)
+    server.run("mkdir -p early/lib/modules; touch early/lib/modules/missing.ko")
+    server.run("(cd early; find . | cpio --quiet -o -H newc) >early.cpio")
+    prepend = f'cat {server.folder}/early.cpio - >"$image"'
+    server.run(f"sed -i 's|gzip >.*|gzip \\| {prepend}|' mkinitramfs.sh")
+    assert "The server is prepared." in server.prepare()
+
+
+@pytest.mark.parametrize("builder", ["initramfs-tools", "dracut"])
+def test_a_build_that_fails_leaves_no_file(builder: str, tmp_path: Path) -> None:
+    """It could fill /boot, so that apt cannot build another image either."""
+    for name in ("mkinitramfs", "dracut", "dropbearkey"):
+        program = tmp_path / name
+        program.write_text('#!/bin/sh\necho part >"$2"\nexit 1\n')
+        program.chmod(0o755)
+    image = tmp_path / "initrd.img"
+    done = subprocess.run(
+        ["sh", "-c", prepare.SETTINGS[builder]["build"], str(image), "6.1"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode
+    assert not image.exists()
+
+
 def test_the_kernels_hook_removes_the_kept_image_with_its_kernel(
     server: Server,
 ) -> None:
@@ -911,6 +954,10 @@ def test_dracuts_image_asks_without_end_and_keeps_the_disk(server: Server) -> No
         "swap UUID=z - x-initrd.attach,tries=2",
         "home UUID=w /etc/key x-initrd.attach",
     ]
+    # Without mdadm.conf, the array may have another number.
+    server.write("/etc/crypttab", "md0_crypt /dev/md0")
+    known = 'blkid() { echo 5eed; echo "$@" >&2; }; print_crypttab'
+    assert "md0_crypt UUID=5eed none" in run_module(server, known, devices)
     server.write("/etc/crypttab", "md0_crypt UUID=x")
     assert run_module(server, "print_crypttab", devices) == (
         "md0_crypt UUID=x none luks,x-initrd.attach,tries=0\n"

@@ -308,7 +308,9 @@ def test_one_command_prepares_the_server_and_starts_waker(home: Home) -> None:
     assert "from_box" not in str(called["files"])
     assert not Path(str(called["folder"])).exists()
     values = waker.read_env_file(home.settings)
-    (pin,) = re.findall(r"Your new PIN, which is also in waker.env: (.*)", terminal.printed)
+    (pin,) = re.findall(
+        r"Your new PIN, which is also in waker.env: (.*)", terminal.printed
+    )
     assert re.fullmatch("[a-z2-9]{12}", pin)
     assert values == {
         "WAKER_PIN": pin,
