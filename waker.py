@@ -1685,7 +1685,7 @@ class Handler(BaseHTTPRequestHandler):
             "Cache-Control": "no-store",
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
-            "Cross-Origin-Resource-Policy": "same-origin",
+            "Cross-Origin-Resource-Policy": "same-origin",  # the page looks for it
             "Content-Type": "application/json",
             "Content-Length": str(len(response.body)),
             **dict(response.headers),

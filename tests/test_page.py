@@ -21,7 +21,16 @@ from axe_playwright_python.sync_playwright import Axe  # type: ignore[import-unt
 from conftest import CHECKOUT, PASSPHRASE, PIN, Client, need, running, wait_for
 from machine import CLOSED, OPEN, Machine
 from playwright.sync_api import Browser, Playwright, expect, sync_playwright
-from stage import ALARM, KEYS, TOLD, Phone, around_a_start, during_a_start
+from stage import (
+    ALARM,
+    KEYS,
+    STRANGERS,
+    TOLD,
+    WAKERS,
+    Phone,
+    around_a_start,
+    during_a_start,
+)
 
 import waker
 
@@ -372,17 +381,6 @@ def test_a_lost_connection_is_shown_and_recovers_by_itself(phone: Phone) -> None
     phone.wait(2).does_not_read("Can't reach").is_current()
 
 
-# Who answers in waker's place, and whether to load the page again helps.
-STRANGERS = {
-    "basic auth": (401, "<h1>Authorization Required</h1>", True),
-    "no permission": (403, "<h1>Forbidden</h1>", True),
-    "no slash": (404, "<h1>Not Found</h1>", False),
-    "bad gateway": (502, "<h1>Bad Gateway</h1>", False),
-    "unavailable": (503, '{"error": {"code": 503}}', False),
-    "other JSON": (200, '{"state": "fine", "error": null}', False),
-}
-
-
 @pytest.mark.parametrize(
     ("status", "body", "helps"), STRANGERS.values(), ids=[*STRANGERS]
 )
@@ -505,7 +503,7 @@ def test_a_late_401_does_not_end_a_new_token(phone: Phone) -> None:
     first = phone.hold("status").look().take_held()
     phone.expire().wait(3.5).sees("pin").tell("off").give_pin().sees("off")
     with phone.page.expect_event("requestfinished"):
-        first.fulfill(status=401, json={"error": "Expired"})
+        first.fulfill(status=401, json={"error": "Expired"}, headers=WAKERS)
     phone.wait(0.5).sees("off").ignore("status").wait(0.5).sees("off")
 
 
@@ -714,7 +712,8 @@ def test_secrets_are_sent_as_they_were_typed(phone: Phone) -> None:
         phone.page.keyboard.press("Enter")
         request = phone.take_held()
         assert request.request.post_data_json == {"pin": pin}
-        request.fulfill(status=401, json={"error": f"Wrong, of {len(pin)}"})
+        error = {"error": f"Wrong, of {len(pin)}"}
+        request.fulfill(status=401, json=error, headers=WAKERS)
         phone.reads(f"Wrong, of {len(pin)}")
     phone.give_pin().sees("off")
     for field in ("pin", "passphrase"):  # may be shown

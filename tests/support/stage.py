@@ -9,6 +9,19 @@ from typing import Any
 from conftest import PASSPHRASE, PIN, Client
 from playwright.sync_api import Locator, Page, Route, expect
 
+# By this, the page knows waker's errors from those of others.
+WAKERS = {"Cross-Origin-Resource-Policy": "same-origin"}
+# Who answers in waker's place, and whether to load the page again helps.
+STRANGERS = {
+    "basic auth": (401, "<h1>Authorization Required</h1>", True),
+    "single sign-on": (401, '{"error": "Unauthorized"}', True),
+    "no permission": (403, "<h1>Forbidden</h1>", True),
+    "no slash": (404, "<h1>Not Found</h1>", False),
+    "bad gateway": (502, "<h1>Bad Gateway</h1>", False),
+    "timeout": (504, '{"error": "Gateway timeout"}', False),
+    "unavailable": (503, '{"error": {"code": 503}}', False),
+    "other JSON": (200, '{"state": "fine", "error": null}', False),
+}
 ALARM = "failed", "host_key_differs"
 KEYS = f"Pinned SHA256:{'x' * 43}, shown SHA256:{'y' * 43}."
 # How the buttons of each view begin.
@@ -152,9 +165,10 @@ class Phone:
 
     def answer(self, path: str, status: int, body: object, **fields: str) -> "Phone":
         """Answer all further requests for a path."""
+        headers = WAKERS | fields
         self.page.route(
             f"**/api/{path}",
-            lambda route: route.fulfill(status=status, json=body, headers=fields),
+            lambda route: route.fulfill(status=status, json=body, headers=headers),
         )
         return self
 
@@ -223,7 +237,8 @@ class Phone:
             pin = route.request.post_data_json
             answer = self.client.call("POST", "/api/auth", pin)
             told = {"status": status} if answer.status == 200 else {}
-            route.fulfill(status=answer.status, json=answer.json | told)
+            body = answer.json | told
+            route.fulfill(status=answer.status, json=body, headers=WAKERS)
 
         self.page.route("**/api/auth", sign_in)
         return self.answer("status", 200, status)
