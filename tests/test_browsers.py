@@ -11,6 +11,8 @@ import pytest
 from conftest import CHECKOUT, PASSPHRASE, PIN, Client, need, running, wait_for
 from engines import Engine, firefox, qt, webkit
 from lightningcss import process_stylesheet
+from stage import STRANGERS
+from stranger import proxy
 
 import waker
 
@@ -130,6 +132,28 @@ def test_a_start_can_be_cancelled_in_the_dark_scheme(
     with running(asleep) as client, ENGINES[name](tmp_path, dark=True) as engine:
         cancel(Person(engine, client))
         assert_it_looks_right(engine, dark=True)
+
+
+@everywhere
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_answer_of_somebody_else_is_not_taken_for_wakers(
+    name: str, api: Client, tmp_path: Path
+) -> None:
+    """Engines differ in what they make of redirects, and of a body that is no JSON."""
+    told = {f"({status})": (status, body) for status, body, _ in STRANGERS.values()}
+    told["(a redirect)"] = 302, ""
+    with proxy(api) as between, ENGINES[name](tmp_path) as engine:
+        person = Person(engine, between.client)
+        for words, answer in told.items():
+            between.answer = answer
+            person.open().enters(PIN).reads(f"not waker {words}.").has_focus("pin")
+        between.answer = None
+        person.open().enters(PIN).reads("Off").has_focus("passphrase")
+        for words, answer in told.items():
+            between.answer = answer
+            person.reads(f"not waker {words}. Checking…")
+        between.answer = None
+        person.has_focus("passphrase").enters(PASSPHRASE).reads("Started in")
 
 
 @everywhere
