@@ -197,6 +197,8 @@ def test_the_end_is_worth_waiting_for(phone: Phone) -> None:
     expect(arc).to_have_attribute("stroke-dasharray", "96 100")
     phone.show("up", "done", "up", 0, 38, 42, 62, 62).sees("up")
     phone.reads("Up\n\nStarted in 1\u00a0min 2\u00a0s.\nReady.")
+    spoken = re.compile("Started in 1\u00a0min 2\u00a0s.")
+    expect(phone.page.get_by_role("status")).to_have_text(spoken)
     expect(arc).to_have_attribute("stroke-dasharray", "100 100")
     expect(phone.page.locator("li.done")).to_have_count(3)
     took = [item.get_attribute("data-took") for item in phone.page.locator("li").all()]
@@ -205,6 +207,10 @@ def test_the_end_is_worth_waiting_for(phone: Phone) -> None:
     icons.append(icon.get_attribute("href"))
     assert len({*icons}) == len(icons)
     assert phone.page.evaluate(place) == places[0] == places[1] == places[2]
+    # The sun does not set if the initrd did not report.
+    phone.show("locked", "booting", "not_confirmed", 0, 38, 42, 50, usual=62)
+    assert phone.sees("doubtful").dawn() == dawns[1]
+    expect(arc).not_to_have_attribute("stroke-dasharray", re.compile(""))
     phone.tell("up").look().reads("Ready").does_not_read("Boot")
     phone.tell("up", "done", "up", 0, 5).look().open_details()  # it was up
     phone.reads("From waker").reads("Ready").does_not_read("Boot")
@@ -298,7 +304,8 @@ def test_two_secrets_and_two_enters_bring_the_server_up(
         announced = phone.page.evaluate("announced")
     assert machine.received() == [PASSPHRASE.encode()]
     assert [text for text, _ in itertools.groupby(announced)] == announced
-    assert (announced[0], announced[-1]) == ("Off", "Up"), announced
+    assert announced[0] == "Off", announced
+    assert re.match(r"Up\. Started in \d+\s+s\.", announced[-1]), announced
     assert "Boot" in announced
     places = "[{...localStorage}, {...sessionStorage}, document.cookie, location.href]"
     kept = phone.page.evaluate(f"JSON.stringify({places})")
@@ -410,6 +417,23 @@ def test_an_answer_of_somebody_else_is_not_taken_for_wakers(
         phone.reads("may have got through")
     if helps:
         phone.press("Reload").sees("pin").reads("Sign in")
+
+
+def test_details_say_how_old_a_state_is(phone: Phone) -> None:
+    phone.stop_clock().tell("up").open().give_pin().sees("up").open_details()
+    phone.does_not_read("ago").lose_connection().wait(65)
+    phone.reads("Up").reads("Last checked 1\u00a0min 5\u00a0s ago.")
+
+
+def test_a_start_that_waker_has_lost_is_not_passed_over(phone: Phone) -> None:
+    """It may have restarted. Then its tokens have ended, too."""
+    lost = "waker has lost this start"
+    phone.tell("off", "waking").open().give_pin().sees("starting")
+    phone.show("off").reads(lost).show("locked").does_not_read(lost)
+    phone.show("locked", "unlocking").sees("starting").expire().sees("pin")
+    phone.reads("Signed out during a start").tell("locked").give_pin().reads(lost)
+    phone.show("off", "waking").sees("starting").show("up").does_not_read(lost)
+    phone.show("off").expire().reads("Signed out. Enter your PIN")
 
 
 def test_a_redirect_is_told_from_silence(phone: Phone) -> None:
@@ -785,6 +809,14 @@ def test_a_wrong_pin_can_be_typed_over_on_an_open_keyboard(phone: Phone) -> None
     phone.sees("off").page.get_by_role("button", name="Show").tap()
     expect(phone.part("passphrase")).to_have_attribute("type", "text")
     assert phone.focus() == "passphrase"
+
+
+def test_two_enters_send_the_pin_once(phone: Phone) -> None:
+    phone.open().hold("auth").give_pin("12345678").is_busy()
+    phone.part("pin").press("Enter")
+    error = {"error": "Wrong"}
+    phone.take_held().fulfill(status=401, json=error, headers=WAKERS)
+    assert phone.reads("Wrong").count("auth") == 1
 
 
 def test_a_wrong_pin_makes_the_fields_border_red(phone: Phone) -> None:
