@@ -425,13 +425,26 @@ def test_details_say_how_old_a_state_is(phone: Phone) -> None:
     phone.reads("Up").reads("Last checked 1\u00a0min 5\u00a0s ago.")
 
 
+def test_a_restart_of_waker_during_a_start_is_told(
+    config: waker.Config, new_phone: NewPhone
+) -> None:
+    """Then its tokens and the start are gone, but not what is in the field."""
+    asleep = config._replace(mac=waker.Mac(b"\0" * 6))  # no packet wakes it
+    with running(asleep) as client:
+        phone = new_phone(client).open().give_pin().sees("off").start()
+        phone.sees("starting").page.context.set_offline(True)
+        phone.reads("Can't reach waker")
+    with running(asleep, client.port):
+        phone.page.context.set_offline(False)
+        phone.reads("Signed out during a start").give_pin().sees("off")
+        phone.reads("waker has lost this start")
+        assert phone.passphrase() == PASSPHRASE
+
+
 def test_a_start_that_waker_has_lost_is_not_passed_over(phone: Phone) -> None:
-    """It may have restarted. Then its tokens have ended, too."""
     lost = "waker has lost this start"
     phone.tell("off", "waking").open().give_pin().sees("starting")
     phone.show("off").reads(lost).show("locked").does_not_read(lost)
-    phone.show("locked", "unlocking").sees("starting").expire().sees("pin")
-    phone.reads("Signed out during a start").tell("locked").give_pin().reads(lost)
     phone.show("off", "waking").sees("starting").show("up").does_not_read(lost)
     phone.show("off").expire().reads("Signed out. Enter your PIN")
 
