@@ -391,7 +391,7 @@ def purge(names: list[str]) -> list[str]:
     if read("/etc/dropbear/initramfs/authorized_keys"):  # which has the owner's keys
         keep += "|dropbear.*"
     gone = [name for name in names if not re.fullmatch(keep, name)]
-    run("dpkg", "--purge", *gone, check=False)  # unlike apt, it leaves what others need
+    run("sh", "-c", SETTINGS["apt"]["purge"], "sh", *gone, check=False)
     states = run("dpkg-query", "-Wf", "${Package} ${db:Status-Status}\n").splitlines()
     return [f"the package {name}" for name in names if f"{name} installed" in states]
 

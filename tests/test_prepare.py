@@ -761,11 +761,14 @@ def test_undo_removes_packages_but_not_what_opens_the_disk(server: Server) -> No
     server.prepare()
     record = "/var/lib/waker-prepare/record.json"
     rows = json.loads(server.read(record))
+    for name in ("dropbear_rsa_host_key.pub", "own_host_key", "own_host_key.pub"):
+        server.write(f"/etc/dropbear/initramfs/{name}", "x")
     rows += [["PACKAGE", name, "", None] for name in ("tcsh", "cryptsetup-bin")]
     server.write(record, json.dumps(rows))
     said = server.prepare("--yes --undo")
     assert "Left: the package cryptsetup-bin." in said
     assert "tcsh" not in said.partition("Undone.")[2]
+    assert server.run("cd /etc/dropbear/initramfs; ls *.pub") == "own_host_key.pub\n"
     status = "dpkg-query -Wf '${db:Status-Status} ' cryptsetup-bin tcsh"
     assert server.run(status, check=False).split().count("installed") == 1
 
