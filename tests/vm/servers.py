@@ -25,7 +25,7 @@ NETWORK = """
 ip -o -4 address | sed 's/^[0-9]*: //'
 ip -4 route
 ip -br link | sort
-cat /run/network/ifstate 2>/dev/null || true
+sort /run/network/ifstate 2>/dev/null || true
 nmcli -t -f NAME,DEVICE,STATE connection show --active 2>/dev/null || true
 systemctl --failed --no-legend
 """
@@ -39,6 +39,7 @@ IMAGES = "stat -c '%n %i %Y' /boot/initrd.img-*"
 WAKES = "late: \tWake-on: g"
 # Runs after all services have ended.
 LATE = """
+mkdir -p /usr/lib/systemd/system-shutdown
 cat >/usr/lib/systemd/system-shutdown/late <<'END'
 #!/bin/sh
 ethtool enp0s3 | sed -n 's/^.Wake-on/late: &/p' >/dev/console
