@@ -96,7 +96,7 @@ class Computer:
         options = (
             "StrictHostKeyChecking=no",
             "UserKnownHostsFile=/dev/null",
-            "ConnectTimeout=5",
+            "ConnectTimeout=60",  # a guest may be busy
             "ControlMaster=auto",  # reuse one connection: each takes seconds
             f"ControlPath={self.log.parent}/ssh-{port}",
             "ControlPersist=300",
