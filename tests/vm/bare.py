@@ -15,7 +15,7 @@ from pathlib import Path
 
 from computer import PATIENCE, computer_of
 from conftest import PASSPHRASE, PROGRAM, need, need_root
-from guests import ADDRESS, ARCHIVE, MAC, ROUTER, encrypt, run, run_in, write
+from guests import ADDRESS, ARCHIVE, MAC, OPTIONS, ROUTER, encrypt, run, run_in, write
 
 # Apart from `.vm`, which guests.py removes as a whole.
 BUILD = Path(PROGRAM).with_name(".vm-bare")
@@ -66,8 +66,6 @@ method=manual
 addresses={ADDRESS}/24
 gateway={ROUTER}
 """
-# Without norandmaps, the emulation takes minutes.
-OPTIONS = "console=ttyS0 norandmaps mitigations=off cryptomgr.notests panic=1"
 FILES = {
     "etc/hostname": "guest\n",
     "etc/hosts": "127.0.0.1 localhost\n127.0.1.1 guest\n",

@@ -28,6 +28,11 @@ OTHER = "the passphrase of cryptdata"
 ADDRESS = "192.168.77.20"
 ROUTER = "192.168.77.1"
 MAC = "52:54:00:12:34:56"
+# Of the kernel. Without norandmaps, the emulation takes minutes. Beside other tests, a
+# timer may be late, at which a kernel panics if it looks.
+OPTIONS = (
+    "console=ttyS0 norandmaps mitigations=off no_timer_check cryptomgr.notests panic=1"
+)
 
 # What docs/server.md says: dracut makes the guests' initrds by these commands, after
 # those that install packages.
@@ -120,11 +125,10 @@ class Guest:
     def hardware(self) -> list[str]:
         """Return QEMU's arguments; nothing that is written to the disks stays."""
         root = "mapper/cryptroot" if self.encrypted else "vda ip=off"
-        # Without norandmaps, the emulation takes minutes. Beside other tests, disks may
-        # appear after systemd's 90 s. The console shows systemd's warnings.
+        # Beside other tests, disks may appear after systemd's 90 s. The console shows
+        # systemd's warnings.
         options = (
-            f"root=/dev/{root} rw console=ttyS0 norandmaps mitigations=off"
-            " cryptomgr.notests panic=1 systemd.default_device_timeout_sec=600"
+            f"root=/dev/{root} rw {OPTIONS} systemd.default_device_timeout_sec=600"
             " systemd.journald.forward_to_console=1"
             " systemd.journald.max_level_console=warning"
         )
