@@ -533,8 +533,10 @@ def simulated(folder: Path) -> Iterator[Server]:
                 "/boot/grub/grub.cfg": GRUB.replace(KERNEL, whole["kernels"].strip()),
                 "/etc/initramfs-tools/initramfs.conf": "MODULES=most\n",
                 "/etc/dropbear/initramfs/dropbear.conf": "#DROPBEAR_OPTIONS=\n",
+                "/usr/sbin/update-initramfs": "",  # only to be there
             }.items():
                 server.write(path, content)
+            server.run("chmod 755 /usr/sbin/update-initramfs")
             make = "dropbearkey -t ed25519 -f"
             server.run(f"{make} /etc/dropbear/initramfs/dropbear_ed25519_host_key")
             server.run(
@@ -701,20 +703,28 @@ def test_an_interruption_can_be_undone(server: Server, when: int) -> None:
 def test_a_server_of_waker_3_is_taken_over_and_given_back(server: Server) -> None:
     """With its host key. Its settings had no mark, and its key no limit."""
     folder, options = "/etc/dropbear/initramfs", "-p 2222 -s -j -k -c cryptroot-unlock"
-    old = {
-        f"{folder}/dropbear.conf": f'#x\nDROPBEAR_OPTIONS="{options}"\n',
-        f"{folder}/authorized_keys": f"{OWN_KEY}\n{KEY}\n",
-        f"{TOOLS}/conf.d/waker": "IP=192.168.1.20::192.168.1.1:255.255.255.0\n",
-    }
-    for path, text in old.items():
-        server.write(path, text)
+    server.write(f"{folder}/authorized_keys", f"{OWN_KEY}\n")
+    server.write(f"{TOOLS}/conf.d/resume", "RESUME=none\n")  # as on any server
+    address = "IP=192.168.1.20::192.168.1.1:255.255.255.0"
+    # Step 3 of its README.
+    server.run(
+        f"""cd /etc/dropbear/initramfs
+        echo 'DROPBEAR_OPTIONS="{options}"' | tee -a dropbear.conf
+        echo '{address}' | tee /etc/initramfs-tools/conf.d/waker
+        echo '{KEY}' | tee -a authorized_keys"""
+    )
+    files = f"{folder}/dropbear.conf", f"{folder}/authorized_keys"
+    old = {path: server.read(path) for path in (*files, f"{TOOLS}/conf.d/waker")}
     host_key = server.run(f"sha256sum {folder}/*host_key")
     server.prepare()
     assert server.run(f"sha256sum {folder}/*host_key") == host_key
     assert server.read(f"{folder}/dropbear.conf") == old[f"{folder}/dropbear.conf"]
     assert server.read(f"{folder}/authorized_keys") == f"{OWN_KEY}\n{LIMITED}"
-    settings = server.read(f"{TOOLS}/conf.d/waker").splitlines()
-    assert settings[3] == "BOOTIF=01-52-54-00-12-34-56"
+    assert server.read(f"{TOOLS}/conf.d/waker").splitlines()[2:] == [
+        address,
+        "BOOTIF=01-52-54-00-12-34-56",
+        '#export DROPBEAR_OPTIONS="-p 2222 -s -j -k"',
+    ]
     # Later, its address changes.
     links = seen()["links"].replace('"192.168.1.20"', '"192.168.1.30"')
     server.set(links=links)
