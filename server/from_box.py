@@ -168,7 +168,9 @@ def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
     """Return the text of waker.env, and its settings. Raises: ConfigError."""
     file = folder / "waker.env"
     if not file.exists():
-        first = "make card" if folder != INSTALLED else "make dist && sudo make install"
+        first = "make dist && sudo make install"
+        if folder != INSTALLED:
+            first = "make card (for OpenWrt, see docs/openwrt.md)"
         raise ConfigError(f"{file} is missing. First run: {first}")
     text = file.read_bytes().decode("utf-8", "surrogateescape")
     return text, waker.read_env_file(file) if text.strip() else {}

@@ -698,7 +698,7 @@ def test_what_would_fail_later_fails_at_once(home: Home) -> None:
     fails_at_once(home, "make server SERVER=me@192.168.1.20", "SERVER=")
     option = "SERVER=-oProxyCommand=touch /mnt/record"
     fails_at_once(home, "make server SERVER=me@192.168.1.20", option)
-    no_card = "dist/card/waker/waker.env is missing. First run: make card"
+    no_card = "dist/card/waker/waker.env is missing. First run: make card (for OpenWrt,"
     fails_at_once(home, no_card, "CONFIG=dist/card/waker")
     home.settings.write_text("WAKER_PIN=1\nWAKER_PIN=2\n")
     fails_at_once(home, "line 2: WAKER_PIN is set twice")
