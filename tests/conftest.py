@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +36,7 @@ CHECKOUT = Path(PROGRAM).parent
 MODULE = (sys.executable, "-m", "waker")
 PIN = "pin-2468-pin"
 PASSPHRASE = 'correct "horse" \\ stäple'
+ODD_PASSPHRASE = "-n '$(id)` a\\tb\\0 " + "é" * 244 + "xy \u00a0 "  # 512 bytes
 MAC = {"WAKER_HOMELAB_MAC": "52:54:00:12:34:56"}
 MACHINE = MAC | {"WAKER_HOMELAB_HOST": "127.0.0.1"}
 # Debian's packages, for programs whose package has another name.
@@ -117,6 +118,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(f"Tests not run: {len(skipped)}.")
     terminalreporter.write_line(f"Why: {why}.")
     terminalreporter.write_line(f"To run them: {install}{test}")
+
+
+def each(names: str, table: Mapping[str, object]) -> pytest.MarkDecorator:
+    """Run a test for each row of a table, which has a name and some columns."""
+    return pytest.mark.parametrize(names.split(), table.values(), ids=[*table])
 
 
 def need(program: str, *other_names: str) -> str:
@@ -299,11 +305,6 @@ def answer_on(tcp: socket.socket) -> Answer:
     return answer
 
 
-def places(network: int, count: int) -> list[str]:
-    """List loopback addresses."""
-    return [f"127.{network}.{n // 200}.{1 + n % 200}" for n in range(count)]
-
-
 def environment(settings: Mapping[str, str]) -> dict[str, str]:
     """Make an environment with these settings and no others."""
     others = {n: v for n, v in os.environ.items() if not n.startswith("WAKER_")}
@@ -381,57 +382,21 @@ class Daemon:
         return status
 
 
-# A limit that takes minutes, as it stands in waker.py. A test may shorten it in a copy.
-LIMITS = {
-    "packet_port": "packet_port: int = 9",
-    "system_seconds": "SYSTEM_SECONDS: Final = 8",
-    "kex_seconds": "KEX_SECONDS: Final = 30",
-    "packet_seconds": "PACKET_SECONDS: Final = 10",
-    "retry_seconds": "RETRY_SECONDS: Final = 5",
-    "prompt_seconds": "READY_SECONDS: Final = 120",
-    "doubt_seconds": "DOUBT_SECONDS: Final = 45",
-    "start_seconds": "START_SECONDS: Final = 600",
-    "shown_seconds": "SHOWN_SECONDS: Final = 3600",
-    "attempt_seconds": "ATTEMPT_SECONDS: Final = 60",
-    "token_seconds": "TOKEN_SECONDS: Final = 900",
-    "unlock_seconds": "UNLOCK_SECONDS: Final = 90",
-}
-
-
 def shortened(folder: Path, **limits: float) -> tuple[str, ...]:
     """Copy the program, with other limits; returns the command that runs the copy.
 
-    It is compiled here, once, and not by each of the processes that run it.
+    A limit is a constant of waker.py, or a default of its Config. The copy is compiled
+    here, once, and not by each of the processes that run it.
     """
     text = Path(PROGRAM).read_text()
     for name, value in limits.items():
-        old = LIMITS[name]
-        assert text.count(old) == 1, f"waker.py has no single {old!r}: correct LIMITS"
-        text = text.replace(old, f"{old.rpartition(' ')[0]} {value}")
+        text, count = re.subn(rf"(?m)^( *{name}: \w+ =) \d+", rf"\1 {value}", text)
+        assert count == 1, f"waker.py has no single number {name}"
     copy = folder / "waker.py"
     copy.write_text(text)
     shutil.copy(CHECKOUT / "ui.html", folder)
     made = py_compile.compile(str(copy), str(copy.with_suffix(".pyc")), doraise=True)
     return sys.executable, str(made)
-
-
-# The wall clock, an hour ahead as soon as the file that STEPPED names exists.
-CLOCK = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdlib.h>
-#include <time.h>
-#include <unistd.h>
-
-int clock_gettime(clockid_t id, struct timespec *now)
-{
-    int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
-    int result = real(id, now);
-    if (id == CLOCK_REALTIME && access(getenv("STEPPED"), F_OK) == 0)
-        now->tv_sec += 3600;
-    return result;
-}
-"""
 
 
 def preload(folder: Path, code: str) -> dict[str, str]:
@@ -442,18 +407,15 @@ def preload(folder: Path, code: str) -> dict[str, str]:
     return {"LD_PRELOAD": str(library)}
 
 
-def stepping_clock(folder: Path) -> tuple[dict[str, str], Path]:
-    """Return variables that let a program see that clock, and the file's path."""
-    stepped = folder / "stepped"
-    return preload(folder, CLOCK) | {"STEPPED": str(stepped)}, stepped
-
-
 def run_waker(
-    *arguments: str, settings: Mapping[str, str] | None = None, given: str = ""
+    *arguments: str,
+    settings: Mapping[str, str] | None = None,
+    given: str = "",
+    by: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command of waker.py to its end."""
+    """Run a command of waker.py to its end, perhaps by another command."""
     return subprocess.run(
-        [*MODULE, *arguments],
+        [*by, *MODULE, *arguments],
         cwd=CHECKOUT,
         env=environment(settings or {}),
         input=given,

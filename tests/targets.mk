@@ -7,7 +7,6 @@ PYTEST := tests/enter $(BIN)/python -m pytest $(PYTEST_ARGS)
 # More than there are processors, because most tests mostly wait.
 ALL := --numprocesses 10 --dist loadgroup
 FEW := --numprocesses 9 --maxschedchunk 1
-UNLOCKS := only_the_initrds_own_words_decide each_outcome_reaches_the_client_and_the_status
 
 test: $(VENV)/done ## run all tests, or T=tests/test_watch.py, or T='-k broadcast'
 	$(PYTEST) $(if $(T),$(FEW) $(T),$(ALL))
@@ -26,8 +25,7 @@ test-unstable: $(VENV)/done ## unlock today's Debian unstable in QEMU, as root
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/vm/unstable.py
 
 test-paramiko: $(VENV)/done ## test what uses paramiko; PARAMIKO=2.12.0
-	$(PYTEST) $(ALL) tests/test_unlock.py tests/test_check.py tests/test_openwrt.py \
-		$(addprefix tests/test_promises.py::test_,$(UNLOCKS))
+	$(PYTEST) $(ALL) tests/test_unlock.py tests/test_check.py tests/test_openwrt.py
 
 fuzz: $(VENV)/done ## test with random requests and inputs; EXAMPLES=200, SEED=1
 	EXAMPLES=$(or $(EXAMPLES),200) $(BIN)/python -m pytest $(PYTEST_ARGS) \

@@ -1,19 +1,23 @@
-"""What the interface promises beyond test_promises.py."""
+"""The interface: page, PIN, token, and what a malformed request is told."""
 
 import base64
 import gzip
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import CHECKOUT, MACHINE, PIN, Client, running
+from conftest import CHECKOUT, MACHINE, PIN, Client, each, running
 from homelab import bind
 from ssh_servers import free_port
 
 import waker
 
-CONFIG = waker.read_config(MACHINE | {"WAKER_PIN": PIN}, Path())
+BEHIND_PROXY = {"WAKER_PIN": PIN, "WAKER_TRUSTED_PROXY": "127.0.0.1"}
+CONFIG = waker.read_config(MACHINE | BEHIND_PROXY, Path())
+PAGE = CHECKOUT.joinpath("ui.html").read_bytes()
+NUMBERS = itertools.count(1)
 
 
 @pytest.fixture(scope="session")
@@ -23,57 +27,69 @@ def owner() -> Iterator[Client]:
         yield client.log_in()
 
 
+def somebody() -> dict[str, str]:
+    """Return the fields of a request by a client that was never seen before."""
+    return {"X-Forwarded-For": "192.0.{}.{}".format(*divmod(next(NUMBERS), 256))}
+
+
 # ---- The PIN and the tokens ----------------------------------------------------------
 
 
-def test_the_status_comes_with_the_token_but_no_refused_attempt_looks_for_it() -> None:
-    """Or strangers could have the machine's SSH penalise this box."""
-    with bind("127.0.0.1", 0) as port:
-        port.listen(9)
-        port.setblocking(False)
-        system_port = int(port.getsockname()[1])
-        config = CONFIG._replace(initrd_port=free_port(), system_port=system_port)
-        with running(config) as client:
-            for _ in range(9):
-                assert client.attempt("wrong PIN").status == 401
-            assert client.call("POST", "/api/auth", b"{}").status == 400
-            with pytest.raises(BlockingIOError):
-                port.accept()
-            answer = client.attempt(PIN).json
-            assert client.attempt(PIN).status == 429
-            client.token = answer["token"]
-            assert answer["status"]["state"] == "up"
-            assert answer["status"] == client.status()
+def test_the_pin_is_exchanged_for_a_token_of_15_minutes(owner: Client) -> None:
+    for pasted in (PIN, f" {PIN}\n"):
+        answer = owner.attempt(pasted, somebody())
+        assert answer.status == 200
+        assert answer.json.keys() == {"token", "expires_in", "status"}
+        assert answer.json["expires_in"] == 900
+        assert answer.headers["Content-Type"] == "application/json"
+        Client(owner.port, answer.json["token"]).status()
 
 
-def test_a_bug_in_the_status_withholds_no_token_and_shows_no_details(
-    capfd: pytest.CaptureFixture[str],
+def test_the_eleventh_attempt_in_a_minute_is_refused(owner: Client) -> None:
+    """Right and wrong PINs count alike, a malformed request does not."""
+    client = somebody()
+    assert owner.call("POST", "/api/auth", b"{}", client).status == 400
+    statuses = [owner.attempt(pin, client).status for pin in [PIN, "wrong PIN"] * 5]
+    assert statuses == [200, 401] * 5
+    answer = owner.attempt(PIN, client)
+    assert answer.status == 429
+    assert answer.error
+    assert 0 < int(answer.headers["Retry-After"]) <= 60
+    assert owner.attempt(PIN, somebody()).status == 200
+
+
+CLIENTS = {  # and whether they count as one
+    "IPv4": ("198.51.100.1", "198.51.100.2", False),
+    "mapped IPv4": ("198.51.100.3", "::ffff:198.51.100.3", True),
+    "same IPv6 /56": ("2001:db8:0:1::1", "2001:db8:0:ff:ffff::1", True),
+    "another IPv6 /56": ("2001:db8:1:1::1", "2001:db8:1:100::1", False),
+}
+
+
+@each("one other is_same", CLIENTS)
+def test_attempts_are_counted_by_address_or_network(
+    owner: Client, one: str, other: str, is_same: bool
 ) -> None:
-    """A host that is no text makes connecting fail in an unexpected way."""
-    with running(CONFIG._replace(host="\ud800")) as client:
-        answer = client.attempt(PIN)
-        assert (answer.status, answer.json.keys()) == (200, {"token", "expires_in"})
-        client.token = answer.json["token"]
-        answer = client.call("GET", "/api/status")
-        assert answer.status == 500
-        assert re.match("Internal error(?!.*codec)", answer.error)
-    assert len(re.findall(r"(?m)^bug: Unicode\w+, \S+$", capfd.readouterr().err)) == 2
+    for _ in range(10):
+        assert owner.attempt("wrong PIN", {"X-Forwarded-For": one}).status == 401
+    answer = owner.attempt("wrong PIN", {"X-Forwarded-For": other})
+    assert answer.status == (429 if is_same else 401)
 
 
 @pytest.mark.parametrize(
     ("kind", "status"),
     [("application/json; charset=utf-8", 401), ("application/jsonx", 415), ("", 415)],
 )
-def test_only_json_counts_as_an_attempt(kind: str, status: int) -> None:
+def test_only_json_counts_as_an_attempt(owner: Client, kind: str, status: int) -> None:
     """A foreign page cannot send it without a preflight request.
 
     Otherwise, it could use up the attempts.
     """
-    with running(CONFIG) as client:
-        fields = {"Content-Type": kind}
-        answer = client.call("POST", "/api/auth", b'{"pin": "x"}', fields)
-        assert answer.status == status
-        statuses = [client.attempt(PIN).status for _ in range(10)]
+    client = somebody()
+    fields = client | {"Content-Type": kind}
+    answer = owner.call("POST", "/api/auth", b'{"pin": "x"}', fields)
+    assert answer.status == status
+    statuses = [owner.attempt(PIN, client).status for _ in range(10)]
     assert statuses == [200] * 9 + [429 if status == 401 else 200]
 
 
@@ -113,7 +129,155 @@ def test_4096_clients_are_remembered_and_the_least_recent_is_forgotten() -> None
     gate.count_attempt("192.0.2.1", 10)
 
 
+def test_a_token_ends_after_15_minutes_or_when_64_others_are_newer() -> None:
+    gate = waker.Gate()
+    first, *others = (gate.issue_token(0) for _ in range(65))
+    assert len({first, *others}) == 65
+    assert min(map(len, others)) >= 43  # 32 bytes in base64
+    assert not gate.is_valid(first, 0)
+    assert all(gate.is_valid(token, 899.9) for token in others)
+    assert not any(gate.is_valid(token, 900) for token in others)
+
+
+PROTECTED = (
+    "GET /api/status",
+    "POST /api/wol",
+    "POST /api/unlock",
+    "POST /api/start",
+    "DELETE /api/start",
+)
+
+
+@pytest.mark.parametrize("request_line", PROTECTED)
+def test_everything_else_needs_a_token_before_its_body_is_read(
+    owner: Client, request_line: str
+) -> None:
+    method, path = request_line.split()
+    token = owner.token
+    for text in ("", "Bearer", token, f"Basic {token}", f"Bearer {token}x"):
+        fields = {"Authorization": text} if text else {}
+        answer = Client(owner.port).call(method, path, b"x" * 20_000, fields)
+        assert answer.status == 401, text
+        assert answer.error == "Invalid or expired token"
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
+
+
+def test_the_status_comes_with_the_token_but_no_refused_attempt_looks_for_it() -> None:
+    """Or strangers could have the machine's SSH penalise this box."""
+    with bind("127.0.0.1", 0) as port:
+        port.listen(9)
+        port.setblocking(False)
+        system_port = int(port.getsockname()[1])
+        config = CONFIG._replace(initrd_port=free_port(), system_port=system_port)
+        with running(config) as client:
+            for _ in range(9):
+                assert client.attempt("wrong PIN").status == 401
+            assert client.call("POST", "/api/auth", b"{}").status == 400
+            with pytest.raises(BlockingIOError):
+                port.accept()
+            answer = client.attempt(PIN).json
+            assert client.attempt(PIN).status == 429
+            client.token = answer["token"]
+            assert answer["status"]["state"] == "up"
+            assert answer["status"] == client.status()
+
+
+def test_a_bug_in_the_status_withholds_no_token_and_shows_no_details(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A host that is no text makes connecting fail in an unexpected way."""
+    with running(CONFIG._replace(host="\ud800")) as client:
+        answer = client.attempt(PIN)
+        assert (answer.status, answer.json.keys()) == (200, {"token", "expires_in"})
+        client.token = answer.json["token"]
+        answer = client.call("GET", "/api/status")
+        assert answer.status == 500
+        assert re.match("Internal error(?!.*codec)", answer.error)
+    assert len(re.findall(r"(?m)^bug: Unicode\w+, \S+$", capfd.readouterr().err)) == 2
+
+
+# ---- Paths, methods and bodies -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/api/auth/", None),
+        ("GET", "/ui.html", None),
+        ("POST", "/API/auth", None),
+        ("POST", "/", {"GET", "HEAD"}),
+        ("GET", "/api/auth", {"POST"}),
+        ("PUT", "/api/status", {"GET", "HEAD"}),
+        ("BREW", "/api/start", {"POST", "DELETE"}),
+    ],
+)
+def test_an_unknown_path_or_method_is_an_error(
+    owner: Client, method: str, path: str, allowed: set[str] | None
+) -> None:
+    answer = Client(owner.port).call(method, path, b"x" * 20_000)
+    assert answer.status == (405 if allowed else 404)
+    assert answer.error
+    if allowed:
+        assert {*answer.headers["Allow"].split(", ")} == allowed
+
+
+BODIES: dict[str, tuple[bytes, str, int]] = {
+    "too long": (b"x" * 16385, "application/json", 413),
+    "plain text": (b'{"%s": "x"}', "text/plain", 415),
+    "empty": (b"", "application/json", 400),
+    "no JSON": (b"%s", "application/json", 400),
+    "another member": (b'{"x": "x"}', "application/json", 400),
+    "two members": (b'{"%s": "x", "x": "x"}', "application/json", 400),
+    "duplicate": (b'{"%s": "x", "%s": "x"}', "application/json", 400),
+    "text behind it": (b'{"%s": "x"} x', "application/json", 400),
+    "number": (b'{"%s": 12345678}', "application/json", 400),
+    "empty text": (b'{"%s": ""}', "application/json", 400),
+    "surrogate": (b'{"%s": "\\ud800"}', "application/json", 400),
+    "not UTF-8": (b'{"%s": "\xff"}', "application/json", 400),
+    "nested": (b'{"%s": ' + b"[" * 16000, "application/json", 400),
+}
+
+
+@each("body kind status", BODIES)
+@pytest.mark.parametrize("path", ["auth", "unlock", "start"])
+def test_a_malformed_body_is_refused(
+    owner: Client, path: str, body: bytes, kind: str, status: int
+) -> None:
+    member = b"pin" if path == "auth" else b"passphrase"
+    data, fields = body.replace(b"%s", member), {"Content-Type": kind}
+    answer = owner.call("POST", f"/api/{path}", data, fields)
+    assert answer.status == status
+    assert answer.error
+
+
+@pytest.mark.parametrize("path", ["unlock", "start"])
+@pytest.mark.parametrize(
+    "passphrase", ["a" * 513, "ä" * 257, "a\n", "a\0b", "\x7f", "\x85"], ids=ascii
+)
+def test_what_cannot_be_a_passphrase_is_refused(
+    owner: Client, path: str, passphrase: str
+) -> None:
+    answer = owner.call("POST", f"/api/{path}", {"passphrase": passphrase})
+    assert answer.status == 400
+    assert "passphrase" in answer.error
+
+
 # ---- The page, and every answer ------------------------------------------------------
+
+
+def test_the_page_and_its_icon_need_no_token(owner: Client) -> None:
+    client = Client(owner.port)
+    page = client.call("GET", "/")
+    assert (page.status, page.body) == (200, PAGE)
+    assert page.headers["Content-Type"].startswith("text/html")
+    icon = client.call("GET", "/apple-touch-icon.png")
+    assert icon.status == 200
+    assert icon.body.startswith(b"\x89PNG")
+    for path, got in (("/", page), ("/apple-touch-icon.png", icon)):
+        head = f"HEAD {path} HTTP/1.1\r\nHost: x\r\n\r\n"
+        assert client.raw(head.encode()) == (200, b"")
+        answer = client.call("HEAD", path)
+        assert answer.headers["Content-Length"] == str(len(got.body)), path
 
 
 @pytest.mark.parametrize(
@@ -127,23 +291,22 @@ def test_the_page_is_packed_for_clients_that_accept_it(
     fields = {"Accept-Encoding": accepted}
     page = owner.call("GET", "/", headers=fields)
     assert page.headers.get("Content-Encoding") == ("gzip" if is_packed else None)
-    body = gzip.decompress(page.body) if is_packed else page.body
-    assert body == CHECKOUT.joinpath("ui.html").read_bytes()
+    assert (gzip.decompress(page.body) if is_packed else page.body) == PAGE
     assert page.headers["Vary"] == "Accept-Encoding"
     assert "Content-Security-Policy" in page.headers
     status = owner.call("GET", "/api/status", headers=fields)
     assert "Content-Encoding" not in status.headers
 
 
-def test_the_page_allows_only_its_own_code(api: Client) -> None:
-    page = api.call("GET", "/")
-    policy = page.headers["Content-Security-Policy"]
+def test_the_page_allows_only_its_own_code(owner: Client) -> None:
+    policy = owner.call("GET", "/").headers["Content-Security-Policy"]
     for tag in (b"script", b"style"):
-        codes = re.findall(rb"<%b[^>]*>(.*?)</%b>" % (tag, tag), page.body, re.DOTALL)
+        codes = re.findall(rb"<%b[^>]*>(.*?)</%b>" % (tag, tag), PAGE, re.DOTALL)
         digests = [base64.b64encode(waker.sha256(code)).decode() for code in codes]
         allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
         assert f" {tag.decode()}-src {allowed};" in policy
     for part in (
+        "default-src 'none';",
         "connect-src 'self';",
         "img-src 'self' data:;",
         "form-action 'none'",

@@ -2,40 +2,38 @@
 
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from conftest import CHECKOUT, MACHINE, MODULE, PIN, environment, need
+from conftest import MACHINE, PIN, each, need, run_waker
 from homelab import bind, public_line
 from machine import Machine
 from namespaces import IFF_TUN, Home, ip, udp_packets
-from ssh_servers import HOST_KEY
+from ssh_servers import HOST_KEY, Settings, says
 
-BASE = MACHINE | {"WAKER_PIN": PIN, "WAKER_LISTEN": "127.0.0.1:0"}
 OWN = {"PIN": PIN, "LISTEN": "127.0.0.1:0"}
+BASE = MACHINE | {f"WAKER_{name}": value for name, value in OWN.items()}
+OTHER_KEY = public_line(HOST_KEY)  # which no initrd has
 Table = dict[str, str]  # what was checked: the verdict, and what was seen
 
 
-def run(settings: dict[str, str], *command: str) -> Table:
+def run(settings: Settings, *options: str, by: Sequence[str] = ()) -> Table:
     """Run the command; returns the table, which decides the status."""
-    ended = subprocess.run(
-        [*(command or MODULE), "check"],
-        cwd=CHECKOUT,
-        env=environment(settings),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = run_waker("check", *options, settings=settings, by=by)
     assert ended.stderr == ""
+    assert ended.stdout.replace("\n", " ").isprintable()
     lines = ended.stdout.splitlines()
     table = {line[7:22].strip(): f"{line[:7].strip()} {line[22:]}" for line in lines}
     assert ended.returncode == any(seen.startswith("WRONG") for seen in table.values())
     return table
 
 
+# ---- Ports, keys and login -----------------------------------------------------------
+
+
 def test_a_server_that_is_off_is_not_wrong(machine: Machine) -> None:
     """The rows are in the order of use."""
-    machine.make_keys()
     table = run(machine.settings(**OWN))
     verdicts = {subject: seen.partition(" ")[0] for subject, seen in table.items()}
     assert [*verdicts.items()] == [
@@ -45,42 +43,80 @@ def test_a_server_that_is_off_is_not_wrong(machine: Machine) -> None:
     ]
 
 
+def test_what_is_right_is_shown_and_nothing_is_sent(machine: Machine) -> None:
+    table = run(machine.ask().settings(**OWN))
+    for subject, seen in (
+        ("magic packet", "ok .*127.0.0.1 to 127.255.255.255"),
+        (
+            "initrd's port",
+            f"ok .*port {machine.initrd_port} is open; it says SSH-2.0-d",
+        ),
+        ("system's port", f"- .*port {machine.system_port} refuses"),
+        ("host key", "ok pinned and verified"),
+        ("login", "ok root can log in"),
+    ):
+        assert re.match(seen, table[subject])
+    assert machine.commands() == []
+    assert machine.packets() == []
+
+
 SEEN = {
-    "web port in use": ({"LISTEN": "127.0.0.1:{initrd}"}, "web port", "- .*in use"),
+    "PIN": ({"PIN": "24681012"}, {"PIN": "- digits"}),
+    "web port in use": ({"LISTEN": "127.0.0.1:INITRD"}, {"web port": "- .*in use"}),
+    "one is wrong": (
+        {"LISTEN": "203.0.113.9:8080"},
+        {"web port": "WRONG", "login": "ok root"},
+    ),
     "swapped ports": (
-        {"INITRD_SSH_PORT": "{closed}", "SYSTEM_SSH_PORT": "{initrd}"},
-        *("system's port", "- .* says SSH-2.0-dropbear.*; are the two ports swapped"),
+        {"INITRD_SSH_PORT": "CLOSED", "SYSTEM_SSH_PORT": "INITRD"},
+        {"system's port": "- .* says SSH-2.0-dropbear.*; are the two ports swapped"},
     ),
-    "system up": ({"SYSTEM_SSH_PORT": "{open}"}, "host key", "- not seen"),
+    "one port": ({"SYSTEM_SSH_PORT": "INITRD"}, {"login": "ok root can"}),
+    "control characters": ({"SYSTEM_SSH_PORT": "RED"}, {"system's port": "ok .*red"}),
+    "system up": ({"SYSTEM_SSH_PORT": "MUTE"}, {"host key": "- not seen"}),
     "no pin yet": (
-        {"SYSTEM_SSH_PORT": "{open}", "SSH_HOST_KEY": ""},
-        *("host key", "- WAKER_SSH_HOST_KEY is not set; check again"),
+        {"SYSTEM_SSH_PORT": "MUTE", "SSH_HOST_KEY": ""},
+        {"host key": "- WAKER_SSH_HOST_KEY is not set; check again"},
     ),
-    "one port": ({"SYSTEM_SSH_PORT": "{initrd}"}, "login", "ok root can"),
+    "no pin": (
+        {"SSH_HOST_KEY": ""},
+        {
+            "host key": "- .*not pinned.*WAKER_SSH_HOST_KEY=ssh-ed25519 AAAA",
+            "login": "",
+        },
+    ),
+    "another pin": (
+        {"SSH_HOST_KEY": OTHER_KEY},
+        {"host key": "WRONG .*pinned SHA256:.*SHA256:", "login": ""},
+    ),
+    "another user": ({"SSH_USER": "nobody"}, {"login": "WRONG .*SHA256:.*nobody"}),
 }
 
 
-@pytest.mark.parametrize(("settings", "subject", "seen"), SEEN.values(), ids=[*SEEN])
+@each("settings expected", SEEN)
 def test_the_table_shows_what_was_seen(
-    machine: Machine, settings: dict[str, str], subject: str, seen: str
+    machine: Machine, settings: dict[str, str], expected: dict[str, str]
 ) -> None:
+    """It does not log in to a stranger, nor if no key is pinned."""
     machine.ask()
-    with bind("127.0.0.1", 0) as mute:
+    red = says(b"SSH-2.0-\x1b[31mred\x07\xc2\x9b\r\n")
+    with red as red_port, bind("127.0.0.1", 0) as mute:
         mute.listen()
-        ports = {"initrd": machine.initrd_port, "closed": machine.system_port}
-        ports["open"] = mute.getsockname()[1]
-        values = {name: value.format(**ports) for name, value in settings.items()}
-        table = run(machine.settings(**OWN | values))
-    assert re.match(seen, table[subject])
+        mute_port = mute.getsockname()[1]
+        ports = {"INITRD": machine.initrd_port, "CLOSED": machine.system_port}
+        for name, port in (ports | {"MUTE": mute_port, "RED": red_port}).items():
+            settings = {n: v.replace(name, str(port)) for n, v in settings.items()}
+        table = run(machine.settings(**OWN | settings))
+    for subject, seen in expected.items():
+        assert re.fullmatch(f"{seen}.*" if seen else "", table.get(subject, ""))
 
 
-def test_it_does_not_log_in_to_a_stranger(machine: Machine) -> None:
-    """Nor if no key is pinned."""
-    machine.ask()
-    for pinned in ("", public_line(HOST_KEY)):
-        table = run(machine.settings(SSH_HOST_KEY=pinned, **OWN))
-        assert "pinned" in table["host key"]
-        assert "login" not in table
+def test_a_private_key_is_checked_even_if_no_host_key_is_pinned(tmp_path: Path) -> None:
+    file = tmp_path / "ssh_key"
+    command = [need("ssh-keygen"), "-q", "-t", "ed25519", "-N", "secret", "-f"]
+    subprocess.run([*command, str(file)], check=True)
+    table = run(BASE | {"WAKER_SSH_KEY": str(file)})
+    assert re.match(f"WRONG .*{file} has a passphrase", table["SSH key"])
 
 
 def test_settings_that_are_open_to_others_are_wrong(tmp_path: Path) -> None:
@@ -88,8 +124,7 @@ def test_settings_that_are_open_to_others_are_wrong(tmp_path: Path) -> None:
     file.write_text("".join(f"{name}={value}\n" for name, value in BASE.items()))
     for mode, seen in ((0o640, "ok"), (0o604, f"WRONG .*chmod 600 {file}")):
         file.chmod(mode)
-        table = run({}, *MODULE, "--env-file", str(file))
-        assert re.match(seen, table["configuration"])
+        assert re.match(seen, run({}, "--env-file", str(file))["configuration"])
 
 
 @pytest.mark.parametrize(
@@ -113,18 +148,22 @@ def test_a_broken_paramiko_is_wrong_and_the_systems_tool_mends_it(
     assert f"install it with: {remedy} (" in table["paramiko"]
 
 
+# ---- Networks ------------------------------------------------------------------------
+
+NEAR, FAR, LIMITED = "192.168.77.30", "203.0.113.9", "255.255.255.255"
+
+
 def test_the_packets_route_is_shown_and_nothing_is_sent(home: Home) -> None:
     """Of a server that is off, the ARP table has no MAC address to compare."""
     router, machine, provider = home
-    near, limited = "192.168.77.30", "255.255.255.255"
     with machine.capture() as at_machine, provider.capture() as at_provider:
         for box, host, broadcast, seen in (
-            (router, near, limited, f"ok .* from 192.168.77.1 to {limited}$"),
-            (router, near, "10.7.7.255", "- .* from 198.51.100.2 .* another network"),
-            (machine, "203.0.113.9", limited, "WRONG .*unreachable; connect this box"),
+            (router, NEAR, LIMITED, f"ok .* from 192.168.77.1 to {LIMITED}$"),
+            (router, NEAR, "10.7.7.255", "- .* from 198.51.100.2 .* another network"),
+            (machine, FAR, LIMITED, "WRONG .*unreachable; connect this box"),
         ):
             where = {"WAKER_HOMELAB_HOST": host, "WAKER_HOMELAB_BROADCAST": broadcast}
-            table = run(BASE | where, *box.command(), *MODULE)
+            table = run(BASE | where, by=box.command())
             assert re.match(seen, table["magic packet"])
             assert "MAC address" not in table
         assert udp_packets(at_machine) == udp_packets(at_provider) == []
@@ -133,38 +172,34 @@ def test_the_packets_route_is_shown_and_nothing_is_sent(home: Home) -> None:
 def test_a_tunnel_cannot_broadcast(home: Home) -> None:
     """As Tailscale's or WireGuard's, if it has a route to the server."""
     router, _, _ = home
-    limited, directed = "255.255.255.255", "10.8.0.255"
     with router.plug_in(IFF_TUN, "tun0", "10.8.0.2/24"):
         ip(f"-n {router.name} address add 10.9.0.2/24 dev tun0")
         for host, broadcast, seen in (
-            ("10.8.0.9", limited, "WRONG .* from 10.8.0.2 .*tun0.*cannot broadcast"),
-            ("10.9.0.9", limited, "WRONG .* from 10.9.0.2 .*tun0.*BROADCAST"),
-            ("10.8.0.9", directed, "ok .* from 10.8.0.2 "),
-            ("192.168.77.20", limited, "ok .* from 192.168.77.1 "),
+            ("10.8.0.9", LIMITED, "WRONG .* from 10.8.0.2 .*tun0.*cannot broadcast"),
+            ("10.9.0.9", LIMITED, "WRONG .* from 10.9.0.2 .*tun0.*BROADCAST"),
+            ("10.8.0.9", "10.8.0.255", "ok .* from 10.8.0.2 "),
+            ("192.168.77.20", LIMITED, "ok .* from 192.168.77.1 "),
         ):
             where = {"WAKER_HOMELAB_HOST": host, "WAKER_HOMELAB_BROADCAST": broadcast}
-            table = run(BASE | where, *router.command(), *MODULE)
+            table = run(BASE | where, by=router.command())
             assert re.match(seen, table["magic packet"])
 
 
-def test_a_stranger_that_answers_in_the_servers_place_is_not_overlooked(
-    home: Home,
-) -> None:
-    """But is not wrong: a server may have two cards."""
+def test_the_mac_address_is_compared_with_arp(home: Home) -> None:
+    """The commonest mistake is the address of another card.
+
+    A stranger that answers in the server's place is not overlooked, but is not wrong: a
+    server may have two cards.
+    """
     router, machine, _ = home
-    seen = "02:00:00:00:00:20"
+    seen, mac = "02:00:00:00:00:20", BASE["WAKER_HOMELAB_MAC"]
     ip(f"-n {machine.name} link set eth0 address {seen}")
-    ip(f"-n {router.name} neighbour add 192.168.77.30 lladdr {seen} dev lan")
-    for host, verdict in (("192.168.77.20", "LOOK"), ("192.168.77.30", "-")):
-        where = {"WAKER_HOMELAB_HOST": host}
-        table = run(BASE | where, *router.command(), *MODULE)
-        words = f"{verdict} {host} has {seen} .*{BASE['WAKER_HOMELAB_MAC']}.*address"
-        assert re.match(words, table["MAC address"])
-
-
-def test_a_private_key_is_checked_even_if_no_host_key_is_pinned(tmp_path: Path) -> None:
-    file = tmp_path / "ssh_key"
-    command = [need("ssh-keygen"), "-q", "-t", "ed25519", "-N", "secret", "-f"]
-    subprocess.run([*command, str(file)], check=True)
-    table = run(BASE | {"WAKER_SSH_KEY": str(file)})
-    assert re.match(f"WRONG .*{file} has a passphrase", table["SSH key"])
+    ip(f"-n {router.name} neighbour add {NEAR} lladdr {seen} dev lan")
+    differs = f"has {seen} .*{mac}.*address"
+    for host, own, words in (
+        ("192.168.77.20", seen, f"ok {seen}"),
+        ("192.168.77.20", mac, f"LOOK 192.168.77.20 {differs}"),
+        (NEAR, mac, f"- {NEAR} {differs}"),
+    ):
+        where = {"WAKER_HOMELAB_HOST": host, "WAKER_HOMELAB_MAC": own}
+        assert re.match(words, run(BASE | where, by=router.command())["MAC address"])

@@ -1,21 +1,21 @@
-"""Settings beyond test_promises.py: pinned keys, the private key, and the file."""
+"""The settings: each value, the private key, and the file."""
 
 import base64
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 from conftest import (
-    CHECKOUT,
     MACHINE,
     MODULE,
+    PASSPHRASE,
     PIN,
-    environment,
+    daemon,
     need,
     need_root,
     run_waker,
 )
+from machine import Machine
 
 import waker
 
@@ -76,28 +76,49 @@ def test_a_host_key_is_refused_wherever_it_was_cut(box: Box) -> None:
         assert mistake.startswith("WAKER_SSH_HOST_KEY must be whole lines")
 
 
-# Values of which each is one mistake. test_promises.py has more.
+# Values of which each is one mistake.
 WRONG = {
-    # No damaged, revoked or unknown key passes as a comment on a good one.
-    "unknown type as second": ("SSH_HOST_KEY", f"{KEY},ssh-dss {BLOB}"),
-    "two keys without comma": ("SSH_HOST_KEY", f"{KEY} replaces {KEY}"),
-    "second key cut": ("SSH_HOST_KEY", f"{KEY},{KEY[:-4]}"),
-    "revoked key as second": ("SSH_HOST_KEY", f"{KEY} x,@revoked a,b {KEY}"),
-    "authority's key": ("SSH_HOST_KEY", f"@cert-authority * {KEY}"),
-    "key of another type": ("SSH_HOST_KEY", f"ecdsa-sha2-nistp384 {NISTP256}"),
-    "NUL in a comment": ("SSH_HOST_KEY", f"{KEY} old\0box"),
-    "control character in a comment": ("SSH_HOST_KEY", f"{KEY} old\x1b[31mbox"),
-    "SSH key with a tilde": ("SSH_KEY", "~/.ssh/id_ed25519"),
+    "PIN": ("2468101", " 24681012", "x" * 129),
+    "HOMELAB_MAC": ("52:54:00:12:99", "00:00:00:00:00:00", "01:00:5e:00:00:01"),
+    "HOMELAB_HOST": ("nas.lan", "192.0.2.256", "fe80::1%eth0"),
+    "HOMELAB_BROADCAST": ("::2", "192.0.2", "all"),
+    "INITRD_SSH_PORT": ("65536", "-2222", "by name"),
+    "SYSTEM_SSH_PORT": ("65537", "-22", "22.0"),
+    "SSH_KEY": ("~/.ssh/id_ed25519",),
+    # No damaged, revoked or unknown key passes as a comment on a good one. With a NUL,
+    # the setting could not be passed on.
+    "SSH_HOST_KEY": (
+        FINGERPRINT,
+        KEY[:-4],
+        f"@revoked {KEY}",
+        f"@cert-authority * {KEY}",
+        f"{KEY},ssh-dss {BLOB}",
+        f"{KEY} replaces {KEY}",
+        f"{KEY},{KEY[:-4]}",
+        f"{KEY} x,@revoked a,b {KEY}",
+        f"ecdsa-sha2-nistp384 {NISTP256}",
+        f"{KEY} old\0box",
+        f"{KEY} old\x1b[31mbox",
+    ),
+    "LISTEN": ("8099", "127.0.0:8099", "127.0.0.9:65536"),
+    "TRUSTED_PROXY": ("nginx", "192.0.2.1/24", "192.0.2.1;192.0.2.2"),
 }
+MISTAKES = [(name, value) for name, values in WRONG.items() for value in values]
 
 
-@pytest.mark.parametrize(("name", "value"), WRONG.values(), ids=[*WRONG])
+@pytest.mark.parametrize(("name", "value"), MISTAKES)
 def test_a_wrong_value_is_refused_with_its_form_and_not_quoted(
     box: Box, name: str, value: str
 ) -> None:
     mistake = box.mistake(**{name: value})
     assert re.match(f"WAKER_{name} must be .", mistake)
     assert value not in mistake
+
+
+def test_an_ipv6_address_needs_a_broadcast_address(box: Box) -> None:
+    """From which the packet goes to the machine's network."""
+    mistake = box.mistake(HOMELAB_HOST="2001:db8::1")
+    assert mistake.startswith("WAKER_HOMELAB_BROADCAST must be set")
 
 
 def test_a_setting_without_a_value_has_its_default(box: Box) -> None:
@@ -181,6 +202,8 @@ def test_a_file_is_read_as_people_and_editors_write_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
+        "export WAKER_PIN=secret",
+        "WAKER_PIN='secret",
         'Environment="WAKER_PIN=secret"',
         "waker_pin=secret",
         "WAKER_LISTEN='secret' # mine",
@@ -191,47 +214,78 @@ def test_a_file_is_read_as_people_and_editors_write_it(tmp_path: Path) -> None:
 def test_each_line_that_could_be_misread_is_refused_by_number_and_not_quoted(
     tmp_path: Path, line: str
 ) -> None:
-    file = tmp_path / "waker.env"
-    file.write_text(f"# a comment\n{line}\n\n{line}\n")
+    """As is a name that is set twice."""
+    file, once = tmp_path / "waker.env", "WAKER_SSH_USER=secret"
+    file.write_text(f"# a comment\n{line}\n\n{once}\n{once}\n{line}\n")
     with pytest.raises(waker.ConfigError) as error:
         waker.read_env_file(file)
-    found = re.findall(rf"(?m)^{file}, line (\d+) must be WAKER_NAME", str(error.value))
-    assert found == ["2", "4"]
+    form = rf"(?m)^{file}, line (\d+)(?: must be WAKER_NAME|: WAKER_SSH_USER is set)"
+    assert re.findall(form, str(error.value)) == ["2", "5", "6"]
     assert "secret" not in str(error.value)
 
 
-def test_a_relative_path_starts_at_the_files_folder_even_if_the_file_is_a_link(
-    tmp_path: Path,
-) -> None:
-    file, link = tmp_path / "settings", tmp_path / "etc/waker.env"
-    values = MACHINE | {"WAKER_PIN": PIN, "WAKER_SSH_HOST_KEY": KEY}
-    file.write_text("".join(f"{name}={value}\n" for name, value in values.items()))
-    link.parent.mkdir()
+def test_all_mistakes_are_reported_together_and_no_value(tmp_path: Path) -> None:
+    file = tmp_path / "waker.env"
+    file.write_text(
+        "WAKER_PIN=s3crt\nWAKER_HOMELAB_MAC=\nWAKER_INITRD_SSH_PORT='s3crt'\n"
+    )
+    settings = {"WAKER_LISTEN": "s3crt", "WAKER_HOMELAB_NAM": "s3crt"}
+    for command in ((), ("serve",), ("check",)):
+        ended = run_waker("--env-file", str(file), *command, settings=settings)
+        assert (ended.returncode, ended.stdout) == (78, "")
+        names = {line.split()[0] for line in ended.stderr.splitlines()}
+        wrong = "PIN HOMELAB_MAC HOMELAB_HOST INITRD_SSH_PORT LISTEN HOMELAB_NAM"
+        assert names == {f"WAKER_{name}" for name in wrong.split()}
+        assert "s3" not in ended.stderr
+
+
+def test_settings_come_from_a_file_and_the_environment_wins(machine: Machine) -> None:
+    """A relative path starts at the folder of the file, even if that is a link."""
+    link, file = machine.ask().folder / "waker.env", machine.folder / "home/settings"
+    lines = [f'{name} = "{value}"' for name, value in machine.settings().items()]
+    lines += ["# a comment", "", "TZ=UTC # another program's", f"WAKER_PIN='{PIN}'"]
+    file.write_text("\n".join(lines).replace(str(machine.ssh_key), "ssh_key"))
     link.symlink_to(file)
-    ended = run_waker("check", "--env-file", str(link))
-    assert ended.stderr.startswith(f"WAKER_SSH_KEY {link.parent}/ssh_key is missing")
+    program = *MODULE, "--env-file", str(link)
+    with daemon({"WAKER_HOMELAB_NAME": "another"}, program=program) as started:
+        client = started.client.log_in()
+        assert client.status()["name"] == "another"
+        assert client.unlock().status == 200
+    assert machine.received() == [PASSPHRASE.encode()]
 
 
-def test_with_any_setting_the_usual_file_is_not_read() -> None:
-    ended = run_waker("state", settings={"WAKER_SSH_USER": "x"})
-    assert re.fullmatch("WAKER_HOMELAB_HOST is not set.*\n", ended.stderr)
+def test_the_setting_that_only_waker_2_had_is_ignored(tmp_path: Path) -> None:
+    """An upgrade locks nobody out."""
+    file = tmp_path / "waker.env"
+    file.write_text("WAKER_HOMELAB_HOST=127.0.0.1\nWAKER_INITRD=s3crt\n")
+    ended = run_waker("--env-file", str(file), "state")
+    assert (ended.returncode, ended.stdout.count("\n")) == (0, 1)
+    assert re.fullmatch("WAKER_INITRD has no effect.*\n", ended.stderr)
+    assert "s3crt" not in ended.stderr
 
 
-def test_whoever_forgets_sudo_is_told_and_not_to_replace_the_file(
-    tmp_path: Path,
-) -> None:
-    need_root()  # the command below loses its right to read any file
+def test_only_without_any_setting_the_usual_file_is_read(tmp_path: Path) -> None:
+    """In a mount namespace, where a folder of the test replaces /etc."""
+    need_root()
+    tmp_path.joinpath("waker").mkdir()
+    tmp_path.joinpath("waker/waker.env").write_text("WAKER_INITRD_SSH_PORT=two words\n")
+    script = 'mount --bind "$0" /etc && exec "$@"'
+    by = "unshare", "--mount", "sh", "-c", script, str(tmp_path)
+    for settings, mistakes in (
+        ({}, ["WAKER_HOMELAB_HOST", "WAKER_INITRD_SSH_PORT"]),
+        ({"WAKER_SSH_USER": "x"}, ["WAKER_HOMELAB_HOST"]),
+    ):
+        ended = run_waker("state", settings=settings, by=by)
+        assert ended.returncode == 78
+        assert [line.split()[0] for line in ended.stderr.splitlines()] == mistakes
+
+
+def test_whoever_forgets_sudo_is_told(tmp_path: Path) -> None:
+    need_root()  # setpriv takes the right to read any file
     file = tmp_path / "waker.env"
     file.write_text("WAKER_PIN=secret\n")
     file.chmod(0)
     rights = "--bounding-set=-dac_override,-dac_read_search"
-    ended = subprocess.run(
-        [need("setpriv"), rights, *MODULE, "--env-file", str(file), "check"],
-        cwd=CHECKOUT,
-        env=environment({}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = run_waker("--env-file", str(file), by=[need("setpriv"), rights])
     assert (ended.returncode, ended.stdout) == (78, "")
     assert ended.stderr == f"{file} cannot be read; use sudo\n"

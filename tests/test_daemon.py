@@ -1,9 +1,10 @@
-"""The program as users run it: the process that unlocks, its end, and its prompt."""
+"""The program as users run it: its secrets, the process that unlocks, its commands."""
 
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,13 +20,16 @@ from conftest import (
     PIN,
     daemon,
     environment,
+    make,
     need,
     need_root,
     new_app,
     run_waker,
+    shortened,
     wait_for,
+    wait_for_child,
 )
-from machine import Machine
+from machine import SOON, Machine
 
 import waker
 
@@ -49,37 +53,111 @@ def test_a_value_does_not_show_its_secret_when_it_is_printed() -> None:
     assert [secret for secret in secrets if secret in shown] == []
 
 
+def unlock_with(
+    machine: Machine, paramiko: str, *options: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `waker unlock` with a paramiko of the test's own."""
+    machine.folder.joinpath("paramiko.py").write_text(paramiko)
+    settings = machine.settings() | {"PYTHONPATH": str(machine.folder)}
+    return run_waker("unlock", *options, settings=settings, given=PASSPHRASE)
+
+
 def test_a_bug_is_logged_by_its_place_and_without_its_text(machine: Machine) -> None:
     """The text may quote a secret, as this one does."""
-    machine.make_keys()
-    file = machine.folder / "paramiko.py"
-    file.write_text(f"raise ValueError({PASSPHRASE!r})")
-    settings = machine.settings() | {"PYTHONPATH": str(machine.folder)}
-    ended = run_waker("unlock", settings=settings, given=PASSPHRASE)
+    ended = unlock_with(machine, f"raise ValueError({PASSPHRASE!r})")
     assert ended.stderr == "bug: ValueError, paramiko.py:1\n"
     assert (ended.returncode, ended.stdout) == (70, "")
+
+
+def test_an_unlock_shows_no_secret_and_leaves_nothing(machine: Machine) -> None:
+    """Not in arguments, environment, log, answers and files; and no core dump."""
+    secret, shown = "the-secret-passphrase", ""
+    machine.ask(f"[ -e go ] && exit; asks d; take; {SOON}; opens d", secret)
+    files = {*machine.folder.rglob("*")}
+    with machine.waker() as started, ThreadPoolExecutor() as pool:
+        wait_for(lambda: started.uses()[0] == 2)  # threads
+        parent, idle = started.process.pid, started.uses()
+        client = started.client
+        client.attempt("a-wrong-pin")
+        answers = [client.call("POST", f"/api/unlock?{secret}", secret.encode())]
+        unlocking = pool.submit(client.unlock, secret)
+        child = wait_for_child(parent)
+        wait_for(machine.received, lambda seen: seen == [secret.encode()])
+        for pid in (parent, child):
+            proc = Path(f"/proc/{pid}")
+            shown += (proc / "cmdline").read_text()
+            limits = (proc / "limits").read_text()
+            assert re.search(r"core file size +[01] +[01] ", limits)
+        childs = (proc / "environ").read_text()
+        machine.touch("go")
+        answers.append(unlocking.result())
+        assert answers[-1].status == 200
+        answers.append(client.unlock(f"{secret}\n"))
+        assert not proc.exists()
+        assert client.call("DELETE", "/api/start").status == 200  # or it is watched
+        wait_for(lambda: started.uses() == idle)
+        assert started.stop() == 0
+    shown += "\n".join(started.log) + "".join(str(answer) for answer in answers)
+    for hidden in (secret, client.token, PIN, "a-wrong-pin"):
+        assert hidden not in shown + childs
+    assert "PIN accepted" in shown  # what was searched is the log
+    left = {path.name for path in machine.folder.rglob("*") if path not in files}
+    assert left <= {"received", "commands", "go", "waker.py", "waker.pyc", "ui.html"}
 
 
 # ---- The process that unlocks --------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("sleep 60", "^Failed to unlock: .*status -9.*not sent"),
+        ("asks root; take; sleep 60", "^Not confirmed: .*was sent.*status -9"),
+    ],
+    ids=["before sending", "after sending"],
+)
+def test_an_unlocking_process_that_dies_is_reported_as_it_died(
+    machine: Machine, script: str, words: str
+) -> None:
+    with machine.ask(script).waker() as started, ThreadPoolExecutor() as pool:
+        unlocking = pool.submit(started.client.unlock)
+        child = wait_for_child(started.process.pid)
+        wait_for(machine.received if "take" in script else machine.commands)
+        os.kill(child, signal.SIGKILL)
+        answer = unlocking.result()
+        assert answer.status == 500
+        assert re.search(words, answer.error)
+        assert started.client.start().status == 200  # the next may begin
+
+
+def test_an_unlock_that_hangs_is_killed_at_its_deadline(machine: Machine) -> None:
+    with (
+        machine.ask("sleep 60").waker(UNLOCK_SECONDS=6) as started,
+        ThreadPoolExecutor() as pool,
+    ):
+        unlocking = pool.submit(started.client.unlock)
+        child = wait_for_child(started.process.pid)
+        os.kill(child, signal.SIGSTOP)  # by itself it would end in time
+        began = time.monotonic()
+        answer = unlocking.result()
+        assert time.monotonic() < began + 30
+        assert answer.status == 500
+        assert "not sent" in answer.error
+        assert not Path(f"/proc/{child}").exists()
+
+
 def test_an_unlock_that_hangs_ends_itself_in_time(machine: Machine) -> None:
     """Even if its main thread is blocked, and no daemon is there to kill it."""
-    machine.make_keys()
-    machine.folder.joinpath("paramiko.py").write_text("import time; time.sleep(60)")
-    settings = machine.settings() | {"PYTHONPATH": str(machine.folder)}
     began = time.monotonic()
-    ended = run_waker("unlock", "--seconds=6", settings=settings, given=PASSPHRASE)
+    ended = unlock_with(machine, "import time; time.sleep(60)", "--seconds=6")
     assert 6 <= time.monotonic() - began < 30
     assert (ended.returncode, ended.stdout) == (-signal.SIGALRM, "")
 
 
-def unlock_by(folder: Path, code: str) -> waker.Result:
+def unlock_by(command: list[str]) -> waker.Result:
     """Unlock by a process of which the test says what it does."""
-    program = folder / "child.py"
-    program.write_text(f"import sys\n{code}\n")
     start = waker.Start(waker.Passphrase(PASSPHRASE), 0, waits=False)
-    return start.unlock(([sys.executable, str(program)], os.environ))
+    return start.unlock((command, os.environ))
 
 
 SENT = '{"sent": true}\n'
@@ -97,12 +175,45 @@ RESULT = '{"outcome": "unlocked", "sent": true, "message": "m", "hint": null}'
     ids=["no result", "half a result", "unknown outcome", "more than a result"],
 )
 def test_only_a_complete_result_is_believed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], printed: str, outcome: str
+    capfd: pytest.CaptureFixture[str], printed: str, outcome: str
 ) -> None:
-    result = unlock_by(tmp_path, f"print({printed!r})\nsys.exit('why')")
+    code = f"import sys; print({printed!r}); sys.exit('why')"
+    result = unlock_by([sys.executable, "-c", code])
     assert (result.outcome.word, result.sent) == (outcome, SENT in printed)
     assert "status 1; see waker's log" in result.message
     assert "why\n" in capfd.readouterr().err  # the log
+
+
+def test_a_process_that_cannot_start_has_sent_nothing() -> None:
+    result = unlock_by(["/nowhere"])
+    assert (result.outcome, result.sent) == (waker.Outcome.ERROR, False)
+    assert re.search("cannot start: No such file.*not sent", result.message)
+
+
+def test_the_lines_between_the_processes_have_no_encoding(machine: Machine) -> None:
+    """Or a disk could be opened, and the passphrase be said not to be sent."""
+    odd = {"PYTHONIOENCODING": "utf-16"}
+    with machine.waker(machine.ask().settings() | odd) as started:
+        assert started.client.unlock().json["message"] == "Unlocked: root."
+
+
+# ---- SIGTERM -------------------------------------------------------------------------
+
+
+def test_sigterm_ends_an_unlock_that_has_sent_nothing(machine: Machine) -> None:
+    with (
+        ThreadPoolExecutor() as pool,
+        machine.ask("sleep 60").waker() as started,
+    ):
+        unlocking = pool.submit(started.client.unlock)
+        wait_for(machine.commands)
+        started.process.terminate()
+        try:
+            wait_for(lambda: started.process.poll() is not None, seconds=5)
+            assert re.search("cancelled.* not sent", unlocking.result().error)
+        finally:
+            machine.show()  # or it would go on for a minute
+            assert started.process.wait(60) == 0
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
@@ -130,64 +241,45 @@ def test_a_second_signal_ends_the_daemon_at_once(
         assert process.stderr.read() == ""  # no traceback
 
 
-def test_the_lines_between_the_processes_have_no_encoding(machine: Machine) -> None:
-    """Or a disk could be opened, and the passphrase be said not to be sent."""
-    odd = {"PYTHONIOENCODING": "utf-16"}
-    with daemon(machine.ask().settings() | odd) as started:
-        assert started.client.log_in().unlock().json["message"] == "Unlocked: root."
-
-
-def test_a_process_that_cannot_start_has_sent_nothing() -> None:
-    start = waker.Start(waker.Passphrase(PASSPHRASE), 0, waits=False)
-    result = start.unlock((["/nowhere"], {}))
-    assert (result.outcome, result.sent) == (waker.Outcome.ERROR, False)
-    assert re.search("cannot start: No such file.*not sent", result.message)
-
-
-# Importing paramiko takes long, as it does from an SD card that is busy.
-SLOW_IMPORT = """
-import sys, time
-
-def wait(event, arguments):
-    if event == "import" and arguments[0] == "paramiko":
-        time.sleep(2)
-
-sys.addaudithook(wait)
-"""
-
-
-def test_an_unlock_on_a_slow_box_has_a_result_in_time(machine: Machine) -> None:
-    """Nothing answers, which it would otherwise wait for in addition."""
-    machine.make_keys()
-    machine.folder.joinpath("sitecustomize.py").write_text(SLOW_IMPORT)
-    settings = machine.settings() | {"PYTHONPATH": str(machine.folder)}
-    ended = run_waker("unlock", "--seconds=6", settings=settings, given=PASSPHRASE)
-    assert json.loads(ended.stdout)["outcome"] == "not_asked"
-
-
-def test_an_unlock_survives_its_terminal_if_that_is_wanted(machine: Machine) -> None:
-    """As with nohup, or in a shell script that ignores the signal."""
-    machine.ask("until [ -e go ]; do sleep 0.1; done; disk root")
-    ignoring = ["env", "--ignore-signal=HUP", *MODULE, "unlock"]
-    with subprocess.Popen(
-        ignoring,
-        cwd=CHECKOUT,
-        env=environment(machine.settings()),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as unlocking:
-        assert unlocking.stdin
-        unlocking.stdin.write(PASSPHRASE)
-        unlocking.stdin.close()
-        wait_for(machine.has_run)
-        unlocking.send_signal(signal.SIGHUP)
-        machine.folder.joinpath("go").touch()
-        assert unlocking.stdout
-        assert "Unlocked: root." in unlocking.stdout.read()
-
-
 # ---- Commands ------------------------------------------------------------------------
+
+
+def test_help_names_each_setting_and_version_the_version() -> None:
+    text = run_waker("--help")
+    assert text.returncode == 0
+    words = re.findall(r"\w+", text.stdout)
+    assert {*waker.SETTINGS, "serve", "check", "unlock", "state"} <= {*words}
+    ended = run_waker("--version")
+    assert (ended.returncode, ended.stdout) == (0, f"waker {waker.__version__}\n")
+
+
+NOWHERE = "--env-file", "/nowhere/waker.env"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (("shutdown",), 2),
+        (("--seconds", "5", "unlock"), 2),
+        *((NOWHERE + command, 78) for command in ((), ("check",), ("unlock",))),
+    ],
+    ids=str,
+)
+def test_a_command_that_cannot_run_says_so_by_its_status(
+    arguments: tuple[str, ...], status: int
+) -> None:
+    ended = run_waker(*arguments)
+    assert (ended.returncode, ended.stdout) == (status, "")
+    assert ended.stderr
+
+
+def test_a_port_that_is_taken_ends_the_daemon_with_status_1() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = MACHINE | {"WAKER_PIN": PIN, "WAKER_LISTEN": f"127.0.0.1:{port}"}
+        ended = run_waker(settings=settings)
+    assert ended.returncode == 1
+    assert str(port) in ended.stderr
 
 
 def type_passphrase(machine: Machine, typed: bytes) -> tuple[str, bytes]:
@@ -228,15 +320,53 @@ def test_a_passphrase_typed_at_the_prompt_is_not_shown(machine: Machine) -> None
     assert b"Traceback" not in shown
 
 
-def test_it_runs_in_a_container_whose_limits_are_lower() -> None:
-    need_root()  # the command below loses its right to raise them
-    low = "--core=0:0", "--data=66000000:66000000"
-    rights = "--bounding-set=-sys_resource"
+# ---- The box -------------------------------------------------------------------------
+
+
+def test_one_file_is_enough_and_needs_no_privileges(tmp_path: Path) -> None:
+    """Alone in a folder, into which it writes nothing."""
+    make(tmp_path / "build", "dist")
+    program = tmp_path / "box/waker"
+    program.parent.mkdir()
+    (tmp_path / "build/dist/waker").rename(program)
+    powerless = [need("setpriv"), "--bounding-set=-all"] if not os.geteuid() else []
+    with daemon(MACHINE, *powerless, program=(sys.executable, str(program))) as started:
+        client = started.client.log_in()
+        assert client.call("GET", "/").body == CHECKOUT.joinpath("ui.html").read_bytes()
+        assert client.status()["name"] == "127.0.0.1"
+        shown = Path(f"/proc/{started.process.pid}/status").read_text()
+        assert re.search(r"CapEff:\t0+\n", shown)
+    assert [*program.parent.iterdir()] == [program]
+
+
+def test_the_service_is_hardened() -> None:
+    """Exposure of at most 1.2, by systemd's own scale of 0 to 10."""
+    command = [need("systemd-analyze"), "security", "--offline=true", "--threshold=12"]
+    unit = str(CHECKOUT / "waker.service")
     ended = subprocess.run(
-        [need("setpriv"), rights, need("prlimit"), *low, *MODULE, "check"],
-        cwd=CHECKOUT,
-        env=environment(MACHINE | {"WAKER_PIN": PIN, "WAKER_LISTEN": "127.0.0.1:0"}),
-        stdout=subprocess.PIPE,
-        check=False,
+        [*command, unit], capture_output=True, text=True, check=False
     )
-    assert b"ok     paramiko" in ended.stdout
+    assert ended.returncode == 0, ended.stdout[-300:]
+
+
+def test_it_runs_in_a_container_whose_limits_are_lower() -> None:
+    need_root()  # setpriv takes the right to raise them
+    low = need("prlimit"), "--core=0:0", "--data=66000000:66000000"
+    by = need("setpriv"), "--bounding-set=-sys_resource", *low
+    own = {"WAKER_PIN": PIN, "WAKER_LISTEN": "127.0.0.1:0"}
+    ended = run_waker("check", settings=MACHINE | own, by=by)
+    assert "ok     paramiko" in ended.stdout
+
+
+def test_without_paramiko_it_only_wakes_and_watches(machine: Machine) -> None:
+    program = shortened(machine.folder, packet_port=machine.packet_port)
+    bare = program[0], "-S", program[1]  # without the installed modules
+    with daemon(machine.settings(), program=bare) as started:
+        client = started.client.log_in()
+        assert client.status()["state"] == "off"
+        for answer in (client.start(), client.unlock()):
+            assert answer.status == 500
+            assert re.search("paramiko.*not sent", answer.error)
+        assert client.status()["start"] is None
+        assert machine.packets() == []
+        assert client.call("POST", "/api/wol").status == 200

@@ -1,7 +1,7 @@
 """Figures that README and docs promise, as numbers.
 
 A test that compares with the program's own constant cannot notice that it changed.
-test_promises.py counts attempts, tokens, disks and fields.
+The tests of each section count attempts, tokens, disks and fields.
 """
 
 import pytest

@@ -16,15 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CHECKOUT, need, wait_for
-from ssh_servers import (
-    SHORT_UNLOCK,
-    Settings,
-    prepare_sshd,
-    process,
-    unlock,
-)
-from test_unlock import about_to_send
+from conftest import CHECKOUT, ODD_PASSPHRASE, need, wait_for
+from ssh_servers import ALONE, Settings, about_to_send, prepare_sshd, process, unlock
 
 SCRIPT = CHECKOUT / "server/dracut/46initrd-ssh/cryptroot-unlock"
 INITRDS = CHECKOUT / "tests/support/initrds"
@@ -32,7 +25,6 @@ PROMPTS = "/run/systemd/ask-password"
 HELPER = "/usr/lib/systemd/systemd-reply-password"
 ROOT = {"root": "x"}
 HOME = {"root": "x", "home": "y"}
-ODD_PASSPHRASE = "-n '$(id)` a\\tb\\0 " + "é" * 244 + "xy \u00a0 "  # 512 bytes
 UNLOCKED = "unlocked: .* "
 WRONG = "wrong_passphrase: .* disk "
 CAREFUL = ".* Be careful: after another"
@@ -91,8 +83,7 @@ def systemd(  # noqa: PLR0913 - most tests want one or two of them
         then,
         f"{sshd} -o 'ForceCommand={command}' & wait",
     ]
-    needs = ("--pid", "--fork", "--kill-child", "--mount-proc")
-    with process(port, "\n".join(lines), *needs):
+    with process(port, "\n".join(lines), *ALONE):
         yield settings
 
 
@@ -165,7 +156,7 @@ def test_a_disk_that_somebody_opens_at_the_console_is_not_called_unlocked(
         " echo x | systemd-tty-ask-password-agent --query) &"
     )
     with systemd(tmp_path, ROOT, console) as settings:
-        with about_to_send(settings, "x", SHORT_UNLOCK) as child:
+        with about_to_send(settings, "x", seconds=18) as child:
             (tmp_path / "console").touch()
             wait_for((tmp_path / "opened/root").exists)
             result = child.finish()

@@ -111,7 +111,7 @@ def test_install_makes_a_key_once_and_shows_it_with_the_next_step(
 
 # ---- systemd and procd ---------------------------------------------------------------
 
-# Without the lines that only harden it, which test_promises.py rates together, and
+# Without the lines that only harden it, which test_daemon.py rates together, and
 # those that test_shape.py compares with the program.
 UNIT_LINES = """
 WantedBy=multi-user.target

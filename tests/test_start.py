@@ -1,7 +1,4 @@
-"""A start: what happens when something goes wrong, and what it forgets.
-
-Its usual course is in test_promises.py.
-"""
+"""A start: wake, wait, unlock and watch, and what goes wrong on the way."""
 
 import contextlib
 import gc
@@ -19,7 +16,6 @@ from conftest import (
     PASSPHRASE,
     PIN,
     UNLOCK,
-    Daemon,
     daemon,
     environment,
     is_open,
@@ -29,36 +25,282 @@ from conftest import (
     wait_for,
     wait_for_child,
 )
-from machine import CLOSED, OPEN, Machine, slow_to_open, wait_until, wait_until_shown
+from homelab import OPENSSH
+from machine import (
+    CLOSED,
+    EARLY,
+    OPEN,
+    PACKET,
+    SILENT,
+    SLOWLY,
+    SOON,
+    WARNS,
+    Machine,
+    slow_to_open,
+    wait_until,
+    wait_until_shown,
+)
 from namespaces import Home, ip, udp_packets
+from ssh_servers import says
 
 import waker
 
-GO = "until [ -e go ]; do sleep 0.1; done"  # until a test makes the file
+RIGHT = PASSPHRASE.encode()
+START_MEMBERS = {
+    *("phase", "outcome", "message", "hint", "seconds", "sent", "woke", "times")
+}
+
+# ---- From waking to the system -------------------------------------------------------
 
 
-@contextlib.contextmanager
-def starting(machine: Machine, **limits: float) -> Iterator[Daemon]:
-    """Run the daemon, and begin a start."""
-    with machine.waker(**limits) as started:
-        assert started.client.log_in().start().status == 200
-        yield started
+def test_a_start_wakes_unlocks_and_watches(machine: Machine) -> None:
+    with machine.waker(PACKET_SECONDS=1) as started:
+        client = started.client
+        answer = client.start()
+        assert (answer.status, answer.json.keys()) == (200, {"success", "message"})
+        start = wait_until(client, "waking")
+        assert start.keys() == START_MEMBERS
+        assert (start["outcome"], start["sent"]) == (None, False)
+        packets: list[bytes] = []
+        while len(packets) < 6:
+            packets += wait_for(machine.packets)
+        assert {*packets} == {PACKET}
+        machine.ask()
+        start = wait_until(client, "booting")
+        assert (start["outcome"], start["sent"]) == ("unlocked", True)
+        assert "root" in start["message"]
+        machine.show(CLOSED, CLOSED).show(CLOSED, OPEN)
+        start = wait_until(client, "done")
+        assert (start["outcome"], start["sent"]) == ("up", True)
+        assert re.search("root.*system is up", start["message"])
+        times = start["times"]
+        assert [*times] == ["waking", "unlocking", "booting", "done"]
+        assert [*times.values()] == sorted(times.values())
+        assert (times["waking"], times["done"]) == (0, start["seconds"])
+        machine.show(OPEN, OPEN).packets()  # a system may use the initrd's port as well
+        client.start("another")
+        start = wait_until(client, "done")
+        assert (start["outcome"], start["sent"]) == ("up", False)
+        assert "not sent" in start["message"]
+        assert machine.packets() == []
+        assert client.call("DELETE", "/api/start").status == 409
 
 
-# ---- What is sent, and what is forgotten ---------------------------------------------
+TOO_LONG = {  # what the ports show first and last, or what the initrd's command does
+    "asleep": ((SILENT, SILENT), "", "not_awake", "wake.*not sent"),
+    "awake": ((CLOSED, CLOSED), "", "not_awake", "initrd.*not sent"),
+    "shuts down": ((CLOSED, SILENT), "", "not_awake", "did not wake.*not sent"),
+    "not up": ((), "disk root", "not_up", "root"),
+    "not confirmed": ((), "asks root; take", "not_up", "Not confirmed.*was sent"),
+}
 
 
-def test_nothing_is_sent_once_the_daemon_has_died(machine: Machine) -> None:
-    machine.ask(f"{GO}; asks root; take; echo >taken")
-    with starting(machine) as started:
-        wait_for(machine.has_run)
-        started.process.kill()
-        assert started.process.wait(60) == -signal.SIGKILL
-        machine.folder.joinpath("go").touch()
-        assert started.process.stderr
-        started.process.stderr.read()  # until the unlocking process has ended
-    wait_for(machine.folder.joinpath("taken").exists)
-    assert machine.received() == []
+@pytest.mark.parametrize("row", TOO_LONG.values(), ids=[*TOO_LONG])
+def test_a_start_that_takes_too_long_says_what_it_saw(
+    machine: Machine, row: Any
+) -> None:
+    """It sends packets while something refuses, as a router does for who sleeps."""
+    ports, script, outcome, words = row
+    for first in ports[:1]:
+        machine.show(first, first)
+    if script:
+        machine.ask(script)
+    with machine.starting(START_SECONDS=4) as client:
+        wait_until_shown(client, lambda now: now["seconds"] >= 2)  # it was looked at
+        for last in ports[1:]:
+            machine.show(last, last)
+        start = wait_until(client, "failed")
+    assert (start["outcome"], start["sent"]) == (outcome, bool(script))
+    assert re.search(words, start["message"])
+    assert (PACKET in machine.packets()) == bool(ports)
+
+
+@pytest.mark.parametrize("is_mended", [True, False], ids=["mended", "not mended"])
+def test_a_link_that_fails_does_not_end_a_start(
+    home: Home, machine: Machine, *, is_mended: bool
+) -> None:
+    """A restarting switch, or a card that changes its speed, interrupts the link.
+
+    It says so while that lasts, and at the end if no packet ever left.
+    """
+    router, _, provider = home
+    route = "prohibit 203.0.113.255"  # instead of the one to the provider
+    ip(f"-n {router.name} route add {route}")
+    where = {"HOMELAB_HOST": "192.168.77.99", "HOMELAB_BROADCAST": "203.0.113.255"}
+    settings, host = machine.settings(**where), router.command()
+    program = shortened(machine.folder, PACKET_SECONDS=1, START_SECONDS=4)
+    with provider.capture() as frames, daemon(settings, *host, program=program) as it:
+
+        def start() -> Any:
+            client = it.client.log_in()
+            client.start()
+            wait_until_shown(client, lambda now: "trying again" in now["message"])
+            if is_mended:
+                ip(f"-n {router.name} route del {route}")
+            return wait_until(client, "failed")
+
+        ended = router.run(start)
+        assert bool(udp_packets(frames)) == is_mended
+    assert (ended["outcome"], ended["woke"]) == ("not_awake", is_mended)
+    words = "did not wake" if is_mended else "no magic packet.*Permission denied"
+    assert re.search(words, ended["message"])
+
+
+def test_a_system_on_the_initrds_port_is_no_alarm(machine: Machine) -> None:
+    with says(f"{OPENSSH}\r\n".encode()) as port:
+        with machine.waker(machine.one_port(port)) as started:
+            started.client.start()
+            assert wait_until(started.client, "done")["outcome"] == "up"
+
+
+# ---- Asking again --------------------------------------------------------------------
+
+
+def test_an_early_initrd_is_asked_until_it_asks(machine: Machine) -> None:
+    machine.ask(f"[ -e go ] || {{ {EARLY}; }}; disk root")
+    with machine.starting(RETRY_SECONDS=0.3) as client:
+        start = wait_until_shown(client, lambda now: "try again" in now["message"])
+        assert (start["phase"], start["outcome"]) == ("unlocking", None)
+        machine.touch("go")
+        assert wait_until(client, "booting")["outcome"] == "unlocked"
+
+
+def test_a_try_that_would_end_too_late_is_not_begun(machine: Machine) -> None:
+    """Of six seconds, each takes over four. Then it is said what to do."""
+    machine.ask(f"sleep 4; {EARLY}")
+    with machine.starting(READY_SECONDS=6, RETRY_SECONDS=0.5) as client:
+        start = wait_until(client, "failed")
+    assert start["outcome"] == "not_asked"
+    assert "screen" in start["hint"]
+    assert len(machine.commands()) == 1
+
+
+def test_a_machine_that_resets_has_its_time_to_ask_again(machine: Machine) -> None:
+    limits = {"READY_SECONDS": 10, "RETRY_SECONDS": 1}
+    with machine.ask(EARLY).starting(**limits) as client:
+        wait_for(machine.commands)
+        began = time.monotonic()
+        machine.show(SILENT, SILENT)
+        wait_for(lambda: time.monotonic() > began + 11)  # more than READY_SECONDS
+        machine.ask(f"[ -e early ] || {{ echo >early; {EARLY}; }}; disk root")
+        assert wait_until(client, "booting")["outcome"] == "unlocked"
+
+
+def test_a_warning_is_shown_until_the_next_start(machine: Machine) -> None:
+    with machine.ask(f"asks root; take; {WARNS}; rejects").waker() as started:
+        client = started.client
+        assert "give up" in client.unlock().error
+        client.start()
+        assert "give up" in wait_until(client, "failed")["hint"]
+        machine.ask("asks root; take; rejects")
+        client.start()
+        assert wait_until(client, "failed")["hint"] is None
+
+
+# ---- One at a time, and what replaces a watch ----------------------------------------
+
+
+def test_a_second_request_waits_until_the_first_has_sent(machine: Machine) -> None:
+    """Then it replaces the watch. Nothing is sent twice by itself."""
+    with machine.ask(f"asks root; take; {SOON}; exit 1").starting() as client:
+        wait_for(machine.received, lambda seen: seen == [RIGHT])
+        for ask in (client.start, client.unlock):
+            answer = ask("x")
+            assert answer.status == 409
+            assert answer.error
+        machine.touch("go")
+        first = wait_until(client, "booting")
+        assert machine.received() == [RIGHT]
+        assert client.start("y").status == 200  # replaces the watch
+        wait_for(machine.received, lambda seen: seen == [RIGHT, b"y"])
+        wait_until(client, "booting")
+        assert client.unlock("z").status == 500  # so does this, which is watched, too
+        start = wait_until(client, "booting")
+        assert start["outcome"] == "not_confirmed"
+        assert start["message"] == first["message"]
+        assert [*start["times"]] == ["unlocking", "booting"]
+        assert machine.received() == [RIGHT, b"y", b"z"]
+
+
+def test_only_one_start_that_can_begin_replaces_a_watch(machine: Machine) -> None:
+    with machine.ask().starting() as client:
+        wait_until(client, "booting")
+        machine.ssh_key.chmod(0o604)
+        assert (client.start().status, client.unlock().status) == (500, 500)
+        assert client.status()["start"]["phase"] == "booting"
+        machine.ssh_key.chmod(0o600)
+        machine.ask(f"{SOON}; disk root", "x")
+        with ThreadPoolExecutor(8) as pool:
+            begun = [pool.submit(client.start, "x") for _ in range(8)]
+        assert sorted(each.result().status for each in begun) == [200] + 7 * [409]
+        machine.touch("go")
+        assert wait_until(client, "booting")["outcome"] == "unlocked"
+        assert machine.received() == [b"x"]
+
+
+def test_an_unconfirmed_unlock_is_doubted(machine: Machine) -> None:
+    with machine.ask("asks root; take").starting(DOUBT_SECONDS=2) as client:
+        first = wait_until(client, "booting")["message"]
+        doubt = wait_until_shown(client, lambda now: now["message"] != first)
+        assert doubt["phase"] == "booting"
+        assert re.search("still.*or.*wrong", doubt["message"])
+        machine.show(CLOSED, CLOSED)  # no longer, then
+        wait_until_shown(client, lambda now: now["message"] == first)
+        machine.show(CLOSED, OPEN)
+        start = wait_until(client, "done")
+    assert start["outcome"] == "up"
+    assert re.match("The system is up.*Not confirmed", start["message"])
+
+
+def test_a_waiting_start_is_idle_and_logs_no_line_twice(machine: Machine) -> None:
+    """Nor does it doubt a confirmed unlock."""
+    with machine.ask().waker(DOUBT_SECONDS=0) as started:
+        started.client.start()
+        wait_until(started.client, "booting")
+        assert started.busy(3) < 0.1
+        machine.show(CLOSED, OPEN)
+        wait_until(started.client, "done")
+        started.stop()
+    logged = re.findall("(?m)^start: (.*?):", "\n".join(started.log))
+    assert logged == ["unlocking", "booting", "done"]
+
+
+def test_a_start_is_forgotten_after_an_hour(machine: Machine) -> None:
+    with machine.show(CLOSED, OPEN).starting(SHOWN_SECONDS=2) as client:
+        wait_until(client, "done")
+        wait_until_shown(client, lambda now: now is None)
+
+
+# ---- Cancelling ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["DELETE", "SIGTERM"])
+@pytest.mark.parametrize("script", ["sleep 60", SLOWLY], ids=["unsent", "sent"])
+def test_a_cancel_sends_nothing_or_keeps_what_was_reported(
+    machine: Machine, script: str, way: str
+) -> None:
+    is_sent = script == SLOWLY
+    with machine.ask(script).waker() as started:
+        client = started.client
+        client.start()
+        child = wait_for_child(started.process.pid)
+        wait_for(machine.received if is_sent else machine.commands)
+        if way == "DELETE":
+            assert client.call("DELETE", "/api/start").json["success"] is True
+            start = wait_until(client, "cancelled")
+            assert start["outcome"] == ("unlocked" if is_sent else "cancelled")
+            assert start["sent"] == is_sent
+            assert ("root" if is_sent else "not sent") in start["message"]
+            assert client.call("DELETE", "/api/start").status == 409
+        else:
+            began = time.monotonic()
+            assert started.stop() == 0
+            assert time.monotonic() < began + 20  # an unlock may take 90
+            words = "(?i)unlocked.*root" if is_sent else "cancelled.*not sent"
+            assert re.search(words, "\n".join(started.log))
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+    assert machine.received() == [RIGHT] * is_sent
 
 
 # Delays each process that is about to begin until the pipe's other end is closed.
@@ -74,15 +316,13 @@ sys.addaudithook(wait)
 """
 
 
-def test_nothing_is_sent_after_a_cancel_while_the_process_begins(
-    machine: Machine,
-) -> None:
+def test_a_cancel_while_the_process_begins(machine: Machine) -> None:
     pipe = machine.ask().folder / "pipe"
     os.mkfifo(pipe)
     machine.folder.joinpath("sitecustomize.py").write_text(DELAY.format(pipe))
     slow = {"PYTHONPATH": str(machine.folder)}
-    with daemon(machine.settings() | slow) as started:
-        client = started.client.log_in()
+    with machine.waker(machine.settings() | slow) as started:
+        client = started.client
         client.start()
         with pipe.open("w"):  # it begins now
             assert client.call("DELETE", "/api/start").status == 200
@@ -91,26 +331,22 @@ def test_nothing_is_sent_after_a_cancel_while_the_process_begins(
     assert machine.received() == []
 
 
-def test_a_cancel_ends_a_process_that_would_inherit_an_ignored_signal(
-    machine: Machine,
-) -> None:
+def test_a_cancel_needs_no_inherited_signal(machine: Machine) -> None:
     """If whatever started waker ignores SIGTERM."""
-    machine.ask(f"{GO}; disk root")
-    ignoring = "env", "--ignore-signal=TERM"
-    with daemon(machine.settings(), *ignoring) as started:
+    machine.ask(f"{SOON}; disk root")
+    with daemon(machine.settings(), "env", "--ignore-signal=TERM") as started:
         client = started.client.log_in()
         client.start()
-        wait_for(machine.has_run)
+        wait_for(machine.commands)
         assert client.call("DELETE", "/api/start").status == 200
         assert wait_until(client, "cancelled")["outcome"] == "cancelled"
-        machine.folder.joinpath("go").touch()
+        machine.touch("go")
     assert machine.received() == []
 
 
 def test_a_request_that_sigterm_overtakes_starts_nothing(machine: Machine) -> None:
-    machine.make_keys()
     with machine.waker() as started, ThreadPoolExecutor() as pool:
-        client, log = started.client.log_in(), started.process.stderr
+        client, log = started.client, started.process.stderr
         assert log
         with slow_to_open(machine.ssh_key) as is_waited_for:
             starting = pool.submit(client.start)
@@ -121,6 +357,52 @@ def test_a_request_that_sigterm_overtakes_starts_nothing(machine: Machine) -> No
         assert starting.result().status == 503
         assert started.process.wait(60) == 0
     assert machine.packets() == []
+
+
+def test_nothing_is_sent_once_the_daemon_has_died(machine: Machine) -> None:
+    machine.ask(f"{SOON}; asks root; take; echo >taken")
+    with machine.waker() as started:
+        started.client.start()
+        wait_for(machine.commands)
+        started.process.kill()
+        assert started.process.wait(60) == -signal.SIGKILL
+        machine.touch("go")
+        assert started.process.stderr
+        started.process.stderr.read()  # until the unlocking process has ended
+    wait_for(machine.folder.joinpath("taken").exists)
+    assert machine.received() == []
+
+
+# ---- What cannot begin, and failures of the box --------------------------------------
+
+
+def test_a_start_that_cannot_unlock_wakes_nothing(machine: Machine) -> None:
+    for settings, problem in (
+        (machine.settings(SSH_HOST_KEY=""), "no host key is pinned"),
+        (machine.settings(), "SSH key .* is missing"),
+    ):
+        with machine.waker(settings) as started:
+            client = started.client
+            if "missing" in problem:
+                machine.ssh_key.unlink()
+            for request, ask in (("start", client.start), ("unlock", client.unlock)):
+                answer = ask()
+                assert answer.status == 500
+                words = f"Failed to {request}: {problem}.*was not sent"
+                assert re.match(words, answer.error)
+            assert client.status()["start"] is None
+    assert machine.packets() == []
+
+
+def test_the_status_does_not_wait_for_a_slow_key_file(machine: Machine) -> None:
+    with machine.waker() as started, ThreadPoolExecutor() as pool:
+        with slow_to_open(machine.ssh_key) as is_waited_for:
+            starting = pool.submit(started.client.start)
+            wait_for(is_waited_for)
+            status = pool.submit(started.client.status)
+            wait_for(status.done, seconds=3)
+        assert status.result()["state"] == "off"
+        assert starting.result().status == 200
 
 
 def app_of(machine: Machine) -> waker.App:
@@ -153,110 +435,6 @@ def test_the_passphrase_is_forgotten_once_the_unlock_ends(machine: Machine) -> N
         wait_for(is_forgotten)
 
 
-# ---- Waking and waiting --------------------------------------------------------------
-
-
-def test_a_failed_link_does_not_end_a_start(home: Home, machine: Machine) -> None:
-    """A restarting switch, or a card that changes its speed, interrupts the link."""
-    router, asleep, _ = home
-    ip(f"-n {router.name} route del default")  # or the packet would leave there
-    ip(f"-n {router.name} link set lan down")
-    machine.make_keys()
-    where = {"HOMELAB_HOST": "192.168.77.99", "HOMELAB_BROADCAST": ""}
-    settings, host = machine.settings(**where), router.command()
-    program = shortened(machine.folder, packet_seconds=0.1)
-    with asleep.capture() as frames, daemon(settings, *host, program=program) as it:
-
-        def fail() -> None:
-            it.client.log_in().start()
-            wait_until_shown(it.client, lambda now: "trying again" in now["message"])
-
-        router.run(fail)
-        ip(f"-n {router.name} link set lan up")
-        wait_for(lambda: udp_packets(frames))
-
-
-def test_a_start_that_could_send_no_packet_says_why(
-    home: Home, machine: Machine
-) -> None:
-    """While that lasts, and at its end. Here, a route refuses the broadcast."""
-    router, _, _ = home
-    ip(f"-n {router.name} route add prohibit 203.0.113.255")
-    machine.make_keys()
-    where = {"HOMELAB_HOST": "192.168.77.99", "HOMELAB_BROADCAST": "203.0.113.255"}
-    settings, host = machine.settings(**where), router.command()
-    program = shortened(machine.folder, start_seconds=3)
-    with daemon(settings, *host, program=program) as it:
-
-        def fail() -> Any:
-            client = it.client.log_in()
-            client.start()
-            wait_until_shown(client, lambda now: "trying again" in now["message"])
-            return wait_until(client, "failed")
-
-        start = router.run(fail)
-    assert (start["outcome"], start["woke"]) == ("not_awake", False)
-    assert re.search("no magic packet.*Permission denied", start["message"])
-
-
-def test_a_waiting_start_is_idle_and_logs_no_line_twice(machine: Machine) -> None:
-    """Nor does it doubt a confirmed unlock."""
-    machine.ask()
-    with starting(machine, doubt_seconds=0) as started:
-        wait_until(started.client, "booting")
-        assert started.busy(3) < 0.1
-        machine.show(CLOSED, OPEN)
-        wait_until(started.client, "done")
-        started.stop()
-    logged = re.findall("(?m)^start: (.*?):", "\n".join(started.log))
-    assert logged == ["unlocking", "booting", "done"]
-
-
-def test_a_try_that_would_end_too_late_is_not_begun(machine: Machine) -> None:
-    """Of six seconds, each takes over four. Then it is said what to do."""
-    machine.ask("sleep 4; echo Try again later; exit 1")
-    with starting(machine, prompt_seconds=6, retry_seconds=0.5) as started:
-        start = wait_until(started.client, "failed")
-    assert start["outcome"] == "not_asked"
-    assert "screen" in start["hint"]
-    tries = machine.folder.joinpath("commands").read_text().splitlines()
-    assert len(tries) == 1
-
-
-def test_a_warning_of_the_initrd_is_shown_until_the_next_start(
-    machine: Machine,
-) -> None:
-    warns = "cryptroot-unlock: systemd may give up after another wrong passphrase"
-    with machine.ask(f"asks root; take; echo {warns}; rejects").waker() as started:
-        client = started.client.log_in()
-        assert "give up" in client.unlock().error
-        client.start()
-        assert "give up" in wait_until(client, "failed")["hint"]
-        machine.ask("asks root; take; rejects")
-        client.start()
-        assert wait_until(client, "failed")["hint"] is None
-
-
-# ---- Watching, and what ends it ------------------------------------------------------
-
-
-def test_only_one_start_that_can_begin_replaces_a_watch(machine: Machine) -> None:
-    with starting(machine.ask()) as started:
-        client = started.client
-        wait_until(client, "booting")
-        machine.ssh_key.chmod(0o604)
-        assert (client.start().status, client.unlock().status) == (500, 500)
-        assert client.status()["start"]["phase"] == "booting"
-        machine.ssh_key.chmod(0o600)
-        machine.ask(f"{GO}; disk root", "x")
-        with ThreadPoolExecutor(8) as pool:
-            begun = [pool.submit(client.start, "x") for _ in range(8)]
-        assert sorted(each.result().status for each in begun) == [200] + 7 * [409]
-        machine.folder.joinpath("go").touch()
-        assert wait_until(client, "booting")["outcome"] == "unlocked"
-        assert machine.received() == [b"x"]
-
-
 OFF = waker.PortStates(waker.PortState.SILENT, waker.PortState.SILENT)
 UP = OFF._replace(system=waker.PortState.OPEN)
 
@@ -274,7 +452,6 @@ class Scripted(waker.Watcher):
 
 
 def starter_of(machine: Machine) -> tuple[waker.Starter, Scripted]:
-    machine.make_keys()
     config = app_of(machine).config
     watcher = Scripted(config)
     process = UNLOCK, environment(machine.settings())
@@ -298,9 +475,6 @@ def members(starter: waker.Starter) -> Any:
     return starter.report(time.monotonic(), OFF)
 
 
-# ---- Usual time, and failures of the box ---------------------------------------------
-
-
 def test_the_usual_time_is_the_median_of_the_last_five(machine: Machine) -> None:
     """One that sent no packet, or found no system, does not count."""
     starter, watcher = starter_of(machine)
@@ -318,18 +492,6 @@ def test_the_usual_time_is_the_median_of_the_last_five(machine: Machine) -> None
     assert seen == [0, 0, 60, 60, 50, 55, 51, 50]
 
 
-def test_a_bug_ends_a_start_and_the_next_may_begin(machine: Machine) -> None:
-    """No process had begun, so nothing was sent."""
-    starter, watcher = starter_of(machine)
-    watcher.states = []
-    for _ in range(2):
-        with start_of(starter):
-            pass
-        start = members(starter)["start"]
-    assert (start["phase"], start["sent"]) == ("failed", False)
-    assert re.search("bug: IndexError.*was not sent", start["message"])
-
-
 class Unnamed(type):
     """Makes errors that cannot be described."""
 
@@ -339,13 +501,26 @@ class Unnamed(type):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_bug_that_cannot_be_described_blocks_no_start(machine: Machine) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ValueError(), "bug: ValueError.*was not sent"),
+        (Unnamed("Bug", (Exception,), {})(), ""),
+    ],
+    ids=["usual", "cannot be described"],
+)
+def test_a_bug_ends_a_start_and_the_next_may_begin(
+    machine: Machine, error: Exception, words: str
+) -> None:
+    """No process had begun, so nothing was sent."""
     starter, watcher = starter_of(machine)
-    watcher.error = Unnamed("Bug", (Exception,), {})
+    watcher.error = error
     for _ in range(2):
         with start_of(starter):
             pass
-    assert members(starter)["start"]["phase"] == "failed"
+        start = members(starter)["start"]
+        assert (start["phase"], start["sent"]) == ("failed", False)
+        assert re.search(words, start["message"])
 
 
 def test_a_start_that_gets_no_thread_has_not_begun(machine: Machine) -> None:

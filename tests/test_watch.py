@@ -1,55 +1,94 @@
-"""How the machine's state is observed, where its ports are not plain to see.
-
-The usual states are in test_promises.py.
-"""
+"""How the machine's state is observed, and how the magic packet leaves."""
 
 import contextlib
 import json
+import re
 import socket
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import CHECKOUT, MODULE, daemon, environment, shortened, wait_for
-from homelab import DROPBEAR, bind
-from machine import CLOSED, OPEN, Machine
-from namespaces import Home, ip
-from ssh_servers import free_port, tcp_server
+from conftest import MACHINE, PIN, daemon, each, run_waker, running, shortened, wait_for
+from homelab import DROPBEAR, OPENSSH, bind
+from machine import CLOSED, MAC, OPEN, PACKET, SILENT, Machine
+from namespaces import Home, ip, udp_packets
+from ssh_servers import free_port, says
 
 import waker
 
+STATE_MEMBERS = "state", "reachable", "initrd_ssh_open", "system_ssh_open"
+STATUS_MEMBERS = {*STATE_MEMBERS, "name", "usual_seconds", "start"}
 
-def state(host: str, initrd_port: int, system_port: int, *command: str) -> str:
-    """Return what `waker state` reports. A command may be needed to run it."""
+
+def state(
+    host: str, initrd_port: int, system_port: int, *by: str
+) -> tuple[object, ...]:
+    """Return what `waker state` prints, which needs no other settings."""
     where = {
         "WAKER_HOMELAB_HOST": host,
         "WAKER_INITRD_SSH_PORT": str(initrd_port),
         "WAKER_SYSTEM_SSH_PORT": str(system_port),
     }
-    run = [*command, *MODULE, "state"]
-    shown = subprocess.check_output(run, cwd=CHECKOUT, env=environment(where))
-    return str(json.loads(shown)["state"])
+    ended = run_waker("state", settings=where, by=by)
+    assert (ended.returncode, ended.stderr, ended.stdout.count("\n")) == (0, "", 1)
+    members = json.loads(ended.stdout)
+    assert tuple(members) == STATE_MEMBERS
+    return tuple(members.values())
 
 
-def test_half_a_banner_is_none() -> None:
-    """Or a locked machine with one port for both could be taken for one that is up."""
-    with tcp_server(lambda tcp: tcp.sendall(DROPBEAR[:8].encode())) as port:
-        assert state("127.0.0.1", port, port) == "booting"
+# ---- What the ports show -------------------------------------------------------------
+
+STATES = {
+    "off": (SILENT, SILENT, ("off", False, False, False)),
+    "booting": (CLOSED, SILENT, ("booting", True, False, False)),
+    "locked": (OPEN, CLOSED, ("locked", True, True, False)),
+    "up": (CLOSED, OPEN, ("up", True, False, True)),
+    "both open": (OPEN, OPEN, ("up", True, True, True)),
+}
 
 
-def test_what_follows_a_banner_is_no_part_of_it() -> None:
-    with tcp_server(lambda tcp: tcp.sendall(b"SSH-2.0-x\r\n\x00\nkeys")) as port:
-        seen = waker.probe_port("127.0.0.1", port, banner=True)
-    assert seen == (waker.PortState.OPEN, "SSH-2.0-x")
+@each("initrd system expected", STATES)
+def test_the_status_shows_what_the_ports_do(
+    machine: Machine, initrd: str, system: str, expected: tuple[object, ...]
+) -> None:
+    machine.show(initrd, system)
+    config = waker.read_config(machine.settings(PIN=PIN), machine.folder)
+    with running(config) as client:
+        status = client.log_in().status()
+    assert status.keys() == STATUS_MEMBERS
+    assert tuple(status[name] for name in STATE_MEMBERS) == expected
+    assert (status["name"], status["start"]) == ("Home server", None)
+    assert state("127.0.0.1", machine.initrd_port, machine.system_port) == expected
+
+
+BANNERS = {
+    "dropbear": (f"{DROPBEAR}\r\n", "locked"),
+    # The key exchange follows at once.
+    "OpenSSH": (f"{OPENSSH}\r\n\0\0\1\xacdropbear\n", "up"),
+    "half a banner": (DROPBEAR[:8], "booting"),
+    "no banner": ("", "booting"),
+}
+
+
+@each("banner expected", BANNERS)
+def test_one_port_for_both_is_told_apart_by_its_banner(
+    banner: str, expected: str
+) -> None:
+    with says(banner.encode("latin-1")) as port:
+        assert state("127.0.0.1", port, port)[0] == expected
+
+
+def test_a_check_that_fails_by_itself_is_no_state_of_the_machine() -> None:
+    """Linux lets nobody connect to a broadcast address."""
+    assert state("127.255.255.255", 2222, 22)[:2] == ("unknown", False)
 
 
 def test_a_machine_that_does_not_answer_arp_is_off(home: Home) -> None:
     """After a while, Linux reports it as unreachable."""
     router, absent = home[0], "192.168.77.99"
     ip(f"-n {router.name} route add unreachable {absent}")
-    assert state(absent, 2222, 22, *router.command()) == "off"
+    assert state(absent, 2222, 22, *router.command())[0] == "off"
 
 
 def test_a_machine_may_have_an_ipv6_address() -> None:
@@ -59,7 +98,7 @@ def test_a_machine_may_have_an_ipv6_address() -> None:
         except OSError as error:
             pytest.skip(f"need ::1: {error.strerror}")
         tcp.listen()
-        assert state("::1", tcp.getsockname()[1], free_port()) == "locked"
+        assert state("::1", tcp.getsockname()[1], free_port())[0] == "locked"
 
 
 def test_only_a_real_connection_means_an_open_port(home: Home) -> None:
@@ -90,46 +129,89 @@ def test_only_a_real_connection_means_an_open_port(home: Home) -> None:
     assert seen is waker.PortState.UNKNOWN
 
 
-# ---- A firewall that limits connections, such as `ufw limit` -------------------------
+# ---- In time, and not too often ------------------------------------------------------
+
+
+def test_the_status_of_a_silent_machine_comes_within_a_second(machine: Machine) -> None:
+    def take_time() -> float:
+        began = time.monotonic()
+        assert client.status()["state"] == "off"
+        return time.monotonic() - began
+
+    with machine.waker(SYSTEM_SECONDS=0) as started:  # both ports, each time
+        client = started.client
+        # A busy computer may need a second attempt.
+        wait_for(take_time, lambda seconds: seconds < 1, seconds=8)
+        client.start()
+        wait_for(take_time, lambda seconds: 0.5 < seconds < 1, seconds=8)
+
+
+def test_a_second_of_requests_costs_one_check(machine: Machine) -> None:
+    """OpenSSH penalises clients that connect too often.
+
+    If both have one port, a check waits 0.4 s for the banner of this server, so that
+    other requests come in the meantime.
+    """
+    with bind("127.0.0.1", 0) as mute, ThreadPoolExecutor(9) as pool:
+        mute.listen(99)
+        with machine.waker(machine.one_port(mute.getsockname()[1])) as started:
+            began = time.monotonic()
+
+            def ask(_: int) -> set[str]:
+                seen = set()
+                while time.monotonic() < began + 2.5:
+                    seen.add(started.client.status()["state"])
+                return seen
+
+            assert {"booting"}.union(*pool.map(ask, range(9))) == {"booting"}
+            seconds = time.monotonic() - began
+        assert count_connections(mute) <= seconds + 2  # one came with the token
+
+
+def count_connections(listener: socket.socket) -> int:
+    """Count the connections that have arrived since the last call."""
+    listener.setblocking(False)
+    count = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            listener.accept()[0].close()
+            count += 1
+    return count
 
 
 def test_the_status_looks_at_an_open_system_every_8_s(machine: Machine) -> None:
-    """The owner's own SSH needs one of six connections in 30 s."""
-    machine.show(CLOSED)
+    """`ufw limit` allows six connections in 30 s, and the owner's own SSH needs one."""
     with bind("127.0.0.1", 0) as system:
         system.listen(99)
-        settings = machine.settings(SYSTEM_SSH_PORT=str(system.getsockname()[1]))
-        with daemon(settings) as started:
-            client, began = started.client.log_in(), time.monotonic()
+        settings = machine.show(CLOSED).settings(
+            SYSTEM_SSH_PORT=str(system.getsockname()[1])
+        )
+        with machine.waker(settings) as started:
+            began = time.monotonic()
             while time.monotonic() < began + 3:
-                assert client.status()["state"] == "up"
-        system.setblocking(False)
-        system.accept()[0].close()
-        with pytest.raises(BlockingIOError):
-            system.accept()
+                assert started.client.status()["state"] == "up"
+        assert count_connections(system) == 1
 
 
 def test_a_system_that_has_gone_is_seen_at_once_if_its_initrd_is_back(
     machine: Machine,
 ) -> None:
     """As after kexec, which no look at the system's port would show for 8 s."""
-    with daemon(machine.show(CLOSED, OPEN).settings()) as started:
-        client = started.client.log_in()
-        assert client.status()["state"] == "up"
+    with machine.show(CLOSED, OPEN).waker() as started:
+        assert started.client.status()["state"] == "up"
         machine.show(OPEN, CLOSED)
-        wait_for(client.status, lambda now: now["state"] == "locked", seconds=4)
+        look = started.client.status
+        wait_for(look, lambda now: now["state"] == "locked", seconds=4)
 
 
 def test_nobody_is_told_that_a_system_is_up_by_an_old_look(machine: Machine) -> None:
     """The status may show it, but an unlock looks again."""
-    machine.make_keys()
     with machine.show(CLOSED, OPEN).waker() as started:
-        client = started.client.log_in()
         began = time.monotonic()
         machine.show(CLOSED, CLOSED)
         wait_for(lambda: time.monotonic() > began + 1.2)
-        assert client.status()["state"] == "up"
-        answer = client.unlock()
+        assert started.client.status()["state"] == "up"
+        answer = started.client.unlock()
     assert answer.status == 500
     assert "not sent" in answer.error
 
@@ -151,11 +233,48 @@ def test_a_start_does_not_use_up_what_a_firewall_allows(
 ) -> None:
     """Or it would itself keep the system that it waits for from answering."""
     router, server, _ = home
-    machine.make_keys()
     where = {"HOMELAB_HOST": "192.168.77.20", "HOMELAB_BROADCAST": ""}
     settings, host = machine.settings(**where), router.command()
-    program = shortened(machine.folder, system_seconds=2)
+    program = shortened(machine.folder, SYSTEM_SECONDS=2)
     with server.capture() as packets, daemon(settings, *host, program=program) as it:
         router.run(lambda: it.client.log_in().start())
         tried = count_syns(packets, machine.system_port, 7)
     assert 2 <= tried <= 5
+
+
+# ---- The magic packet ----------------------------------------------------------------
+
+
+def test_a_magic_packet_is_sent_three_times(machine: Machine) -> None:
+    with machine.waker() as started:
+        answer = started.client.call("POST", "/api/wol")
+        assert (answer.status, answer.json["success"]) == (200, True)
+        assert answer.json.keys() == {"success", "message"}
+        assert MAC in answer.json["message"]
+        assert machine.packets() == [PACKET] * 3
+
+
+@pytest.mark.parametrize("broadcast", ["255.255.255.255", "192.168.77.255"])
+def test_the_packet_leaves_by_the_interface_that_leads_to_the_machine(
+    home: Home, broadcast: str
+) -> None:
+    """Without configuration; to UDP port 9."""
+    router, machine, provider = home
+    settings = MACHINE | {"WAKER_HOMELAB_HOST": "192.168.77.20"}
+    if broadcast != "255.255.255.255":  # the default
+        settings["WAKER_HOMELAB_BROADCAST"] = broadcast
+    at_machine, at_provider = machine.capture(), provider.capture()
+    with at_machine, at_provider, daemon(settings, *router.command()) as started:
+        answer = router.run(lambda: started.client.log_in().call("POST", "/api/wol"))
+        assert udp_packets(at_machine) == [(f"{broadcast}:9", PACKET)] * 3
+        assert udp_packets(at_provider) == []
+    assert "192.168.77.1" in answer.json["message"]
+
+
+def test_a_packet_that_cannot_be_sent_is_an_error(home: Home) -> None:
+    settings = MACHINE | {"WAKER_HOMELAB_HOST": "203.0.113.20"}
+    isolated = home[2]
+    with daemon(settings, *isolated.command()) as started:
+        answer = isolated.run(lambda: started.client.log_in().call("POST", "/api/wol"))
+    assert answer.status == 500
+    assert re.match("Failed to send WOL packet: .", answer.error)

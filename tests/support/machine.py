@@ -4,16 +4,14 @@ Its initrd is dropbear, which runs a shell script of the test's as `cryptroot-un
 """
 
 import contextlib
-import ctypes
 import fcntl
-import os
 import re
 import shlex
 import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +22,15 @@ from conftest import (
     Client,
     Daemon,
     daemon,
-    is_open,
     need,
-    need_root,
     shortened,
     wait_for,
 )
 from homelab import Blackhole, bind
-from ssh_servers import AS_USER_1, run_unlock
+from ssh_servers import ALONE, AS_USER_1, Settings, process, run_unlock
 
 MAC = MACHINE["WAKER_HOMELAB_MAC"]
+PACKET = b"\xff" * 6 + bytes.fromhex(MAC.replace(":", "")) * 16
 SILENT, CLOSED, OPEN = "does not answer", "refuses connections", "is open"
 
 # The words of Debian's cryptroot-unlock, for scripts that act as one.
@@ -57,6 +54,12 @@ disk() { # asks until it gets the right passphrase, and is open from then on
     echo >"$1.open" && opens "$1" && exit
 }
 """
+ONCE = "[ -e root.open ] && exit; echo >root.open"
+SLOWLY = f"{ONCE}; asks root; take; sleep 1; opens root"
+EARLY = "echo Try again later; exit 1"
+SOON = "until [ -e go ]; do sleep 0.1; done"  # until a test makes the file
+# What our cryptroot-unlock for systemd says when it has one try left.
+WARNS = "echo cryptroot-unlock: systemd may give up after another wrong passphrase"
 
 
 class Machine:
@@ -104,7 +107,6 @@ class Machine:
 
     def ask(self, script: str = "disk root", right: str = PASSPHRASE) -> "Machine":
         """Boot to the initrd, whose unlock command is the script. No disk is open."""
-        need_root()  # a mount namespace of its own has the home that dropbear needs
         if not self.host_key:
             self.make_keys()
         self.show(CLOSED, CLOSED)
@@ -115,25 +117,9 @@ class Machine:
         command.write_text(WORDS + script)
         server = [need("dropbear"), "-F", "-s", "-r", "host_key", "-P", "pid", "-p"]
         server += [f"127.0.0.1:{self.initrd_port}", "-c", f"exec sh {command}"]
-        namespace = [need("unshare"), "--mount", "--pid", "--fork"]
-        mount = f"mount --bind {self.folder}/passwd /etc/passwd; exec {AS_USER_1}"
-        process = subprocess.Popen(
-            [*namespace, "sh", "-c", f"{mount} {shlex.join(server)}"],
-            cwd=self.folder,
-            stderr=subprocess.DEVNULL,
-        )
-
-        def cut_power() -> None:
-            """Kill the namespace's first process, and thereby all, at once."""
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-            if process.poll() is None:
-                os.kill(int(children.read_text()), signal.SIGKILL)
-            process.wait()  # until all of them have gone
-
-        self._shown.callback(cut_power)
-        port = self.initrd_port
-        wait_for(lambda: is_open("127.0.0.1", port) or process.poll() is not None)
-        assert process.poll() is None
+        mount = f"cd {self.folder}; mount --bind passwd /etc/passwd; exec {AS_USER_1}"
+        script = f"{mount} {shlex.join(server)}"
+        self._shown.enter_context(process(self.initrd_port, script, *ALONE))
         return self
 
     def received(self) -> list[bytes]:
@@ -142,8 +128,14 @@ class Machine:
         lines = file.read_text().splitlines() if file.exists() else []
         return [bytes.fromhex(line) for line in lines]
 
-    def has_run(self) -> bool:
-        return self.folder.joinpath("commands").exists()
+    def commands(self) -> list[str]:
+        """Return the commands that it was asked to run."""
+        file = self.folder / "commands"
+        return file.read_text().splitlines() if file.exists() else []
+
+    def touch(self, name: str) -> None:
+        """Make the file that a script waits for."""
+        self.folder.joinpath(name).touch()
 
     def packets(self) -> list[bytes]:
         """Return the packets that have arrived since the last call."""
@@ -153,7 +145,9 @@ class Machine:
                 found.append(self._udp.recv(2048, socket.MSG_DONTWAIT))
         return found
 
-    def settings(self, **others: str) -> dict[str, str]:
+    def settings(self, **others: str) -> Settings:
+        if not self.host_key:
+            self.make_keys()
         values = {
             "HOMELAB_MAC": MAC,
             "HOMELAB_HOST": "127.0.0.1",
@@ -166,11 +160,27 @@ class Machine:
         }
         return {f"WAKER_{name}": value for name, value in (values | others).items()}
 
-    def waker(self, **limits: float) -> contextlib.AbstractContextManager[Daemon]:
-        """Run the daemon for this machine, with some limits shortened."""
+    def one_port(self, port: int) -> Settings:
+        """Return the settings, with this port for the initrd and for the system."""
+        return self.settings(INITRD_SSH_PORT=str(port), SYSTEM_SSH_PORT=str(port))
+
+    @contextlib.contextmanager
+    def waker(
+        self, settings: Settings | None = None, /, **limits: float
+    ) -> Iterator[Daemon]:
+        """Run the daemon for this machine, with shorter limits; its owner logs in."""
         limits["packet_port"] = self.packet_port
         program = shortened(self.folder, **limits)
-        return daemon(self.settings(), program=program)
+        with daemon(settings or self.settings(), program=program) as started:
+            started.client.log_in()
+            yield started
+
+    @contextlib.contextmanager
+    def starting(self, **limits: float) -> Iterator[Client]:
+        """Run the daemon, and begin a start."""
+        with self.waker(**limits) as started:
+            assert started.client.start().status == 200
+            yield started.client
 
     def unlock(
         self, given: str = PASSPHRASE, seconds: int = 60, /, **others: str
@@ -208,10 +218,6 @@ def wait_until_shown(client: Client, right: Callable[[Any], object]) -> Any:
     return wait_for(lambda: client.status()["start"], right, pause=0.2)
 
 
-def is_gone(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
-
-
 @contextlib.contextmanager
 def slow_to_open(file: Path) -> Iterator[Callable[[], bool]]:
     """Make whoever opens the file wait. Yields a function: does anybody wait?
@@ -224,28 +230,3 @@ def slow_to_open(file: Path) -> Iterator[Callable[[], bool]]:
         fcntl.fcntl(leased, set_signal, signal.SIGURG)
         fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         yield lambda: fcntl.fcntl(leased, fcntl.F_GETLEASE) != fcntl.F_WRLCK
-
-
-class Frozen:
-    """Stops some threads of another process, as if it had no processor for them.
-
-    They must be asleep: one that has Python's lock would stop the others as well.
-    """
-
-    SEIZE, INTERRUPT, DETACH, ALL = 0x4206, 0x4207, 17, 0x40000000  # ptrace(2), wait(2)
-
-    def __init__(self, tasks: Iterable[Path]) -> None:
-        stats = [task / "stat" for task in tasks]
-        wait_for(lambda: all(") S " in stat.read_text() for stat in stats))
-        self._threads = [int(stat.parent.name) for stat in stats]
-        self._trace = ctypes.CDLL(None, use_errno=True).ptrace
-        for request in (self.SEIZE, self.INTERRUPT):
-            for thread in self._threads:
-                if self._trace(request, thread, None, None):
-                    pytest.skip(f"no ptrace here: {os.strerror(ctypes.get_errno())}")
-        for thread in self._threads:
-            os.waitpid(thread, self.ALL)
-
-    def thaw(self) -> None:
-        for thread in self._threads:
-            self._trace(self.DETACH, thread, None, None)

@@ -1,17 +1,32 @@
 """SSH servers other than the dropbear of machine.py, and a way to unlock them."""
 
 import contextlib
+import fcntl
 import json
+import os
+import re
 import shlex
+import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import paramiko
-from conftest import PASSPHRASE, is_open, need, need_root, run_waker, wait_for
+from conftest import (
+    CHECKOUT,
+    MODULE,
+    PASSPHRASE,
+    environment,
+    is_open,
+    need,
+    need_root,
+    run_waker,
+    wait_for,
+)
 from homelab import bind, new_key, public_line
 
 Settings = dict[str, str]
@@ -20,9 +35,6 @@ Serve = Callable[[socket.socket], object]
 # there. So SSH servers are user 1 in a namespace within, and everybody's files are his.
 AS_USER_1 = "unshare --user --map-user=1 --map-group=1"
 HOST_KEY = new_key()
-# Seconds for an unlock that uses up all its time. Five of them are reserved for
-# reporting the outcome. A slow or busy machine needs up to ten to log in and ask.
-SHORT_UNLOCK = 18
 RESERVED: list[socket.socket] = []  # kept bound, so that no other program gets the port
 
 
@@ -76,9 +88,20 @@ def tcp_server(serve: Serve, address: str = "127.0.0.1") -> Iterator[int]:
         listener.close()
 
 
+def says(banner: bytes) -> contextlib.AbstractContextManager[int]:
+    """Listen, and send each client a banner; yields the port."""
+    return tcp_server(lambda tcp: tcp.sendall(banner))
+
+
+ALONE = "--pid", "--fork", "--kill-child", "--mount-proc"  # for `process`
+
+
 @contextlib.contextmanager
 def process(port: int, script: str, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a server in a mount namespace, wait until it listens, and kill it later."""
+    """Start a server in a mount namespace, wait until it listens, and kill it later.
+
+    With ALONE, whatever it has started goes with it, at once.
+    """
     need_root()
     command = [need("unshare"), "--mount", *options, "sh", "-ec", script]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
@@ -87,7 +110,11 @@ def process(port: int, script: str, *options: str) -> Iterator[subprocess.Popen[
             assert server.poll() is None, server.communicate()[1]
             yield server
         finally:
-            server.kill()
+            first = Path(f"/proc/{server.pid}/task/{server.pid}/children")
+            if options and server.poll() is None:
+                os.kill(int(first.read_text()), signal.SIGKILL)
+            else:
+                server.kill()
 
 
 def prepare_sshd(folder: Path) -> tuple[int, Settings, str]:
@@ -130,3 +157,71 @@ def unlock(settings: Settings, given: str = PASSPHRASE, seconds: int = 60) -> st
     result = run_unlock(settings, given, seconds)
     words = f"{result['outcome']}:", result["message"], result["hint"]
     return " ".join(filter(None, words))
+
+
+@dataclass
+class Unlocking:
+    """`waker unlock` as a process, whose standard output is a full pipe.
+
+    So it stops when it is about to send the passphrase, until somebody reads that.
+    """
+
+    process: subprocess.Popen[bytes]
+    output: int
+
+    def give(self, passphrase: str) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(passphrase.encode())
+        self.process.stdin.close()
+
+    def is_about_to_send(self) -> bool:
+        """Return whether it ignores SIGTERM."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        found = re.search(r"SigIgn:\t(\w+)", status)
+        return bool(found and int(found[1], 16) & 1 << signal.SIGTERM - 1)
+
+    def finish(self) -> Any:
+        """Read to its end; returns the result, or None if it printed none."""
+        with open(self.output, closefd=False) as output:
+            lines = output.read().strip().splitlines()
+        assert self.process.stderr
+        assert self.process.stderr.read() == b""
+        self.process.wait(60)
+        return json.loads(lines[-1]) if lines else None
+
+
+DEFAULT = "env", "--default-signal=INT,HUP"  # nohup would ignore them
+
+
+@contextlib.contextmanager
+def unlocking(
+    settings: Settings, seconds: int = 60, by: Sequence[str] = DEFAULT
+) -> Iterator[Unlocking]:
+    """Run `waker unlock`; whoever wants it to begin must give it a passphrase."""
+    output, its = os.pipe()
+    os.write(its, b"\n" * fcntl.fcntl(its, fcntl.F_SETPIPE_SZ, 1))
+    with subprocess.Popen(
+        [*by, *MODULE, "unlock", f"--seconds={seconds}"],
+        cwd=CHECKOUT,
+        env=environment(settings),
+        stdin=subprocess.PIPE,
+        stdout=its,
+        stderr=subprocess.PIPE,
+    ) as process:
+        os.close(its)
+        try:
+            yield Unlocking(process, output)
+        finally:
+            process.kill()
+            os.close(output)
+
+
+@contextlib.contextmanager
+def about_to_send(
+    settings: Settings, given: str = PASSPHRASE, seconds: int = 60
+) -> Iterator[Unlocking]:
+    """Run `waker unlock` until a disk has asked, and nothing was sent yet."""
+    with unlocking(settings, seconds) as child:
+        child.give(given)
+        wait_for(child.is_about_to_send)
+        yield child
