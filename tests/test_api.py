@@ -149,9 +149,8 @@ PROTECTED = (
 
 
 @pytest.mark.parametrize("request_line", PROTECTED)
-def test_everything_else_needs_a_token_before_its_body_is_read(
-    owner: Client, request_line: str
-) -> None:
+def test_everything_else_needs_a_token(owner: Client, request_line: str) -> None:
+    """Before its body is read."""
     method, path = request_line.split()
     token = owner.token
     for text in ("", "Bearer", token, f"Basic {token}", f"Bearer {token}x"):
@@ -182,10 +181,10 @@ def test_the_status_comes_with_the_token_but_no_refused_attempt_looks_for_it() -
             assert answer["status"] == client.status()
 
 
-def test_a_bug_in_the_status_withholds_no_token_and_shows_no_details(
+def test_a_bug_in_the_status_withholds_no_token(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A host that is no text makes connecting fail in an unexpected way."""
+    """Nor shows it details. A host that is no text makes connecting fail oddly."""
     with running(CONFIG._replace(host="\ud800")) as client:
         answer = client.attempt(PIN)
         assert (answer.status, answer.json.keys()) == (200, {"token", "expires_in"})

@@ -107,9 +107,8 @@ MISTAKES = [(name, value) for name, values in WRONG.items() for value in values]
 
 
 @pytest.mark.parametrize(("name", "value"), MISTAKES)
-def test_a_wrong_value_is_refused_with_its_form_and_not_quoted(
-    box: Box, name: str, value: str
-) -> None:
+def test_a_wrong_value_is_refused(box: Box, name: str, value: str) -> None:
+    """It is told its form. The value, which may be a secret, is not quoted."""
     mistake = box.mistake(**{name: value})
     assert re.match(f"WAKER_{name} must be .", mistake)
     assert value not in mistake
@@ -211,10 +210,8 @@ def test_a_file_is_read_as_people_and_editors_write_it(tmp_path: Path) -> None:
         "WAKER_HOMELAB_NAME=secret WAKER_LISTEN=127.0.0.1:80",
     ],
 )
-def test_each_line_that_could_be_misread_is_refused_by_number_and_not_quoted(
-    tmp_path: Path, line: str
-) -> None:
-    """As is a name that is set twice."""
+def test_a_line_that_could_be_misread_is_refused(tmp_path: Path, line: str) -> None:
+    """By its number, and not quoted. As is a name that is set twice."""
     file, once = tmp_path / "waker.env", "WAKER_SSH_USER=secret"
     file.write_text(f"# a comment\n{line}\n\n{once}\n{once}\n{line}\n")
     with pytest.raises(waker.ConfigError) as error:

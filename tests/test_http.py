@@ -150,9 +150,7 @@ FIRST_BYTES = {
 
 
 @each("data seen", FIRST_BYTES)
-def test_what_is_no_http_is_refused_at_once(
-    service: Daemon, data: bytes, seen: str
-) -> None:
+def test_what_is_no_http_is_refused(service: Daemon, data: bytes, seen: str) -> None:
     """Or whoever types https:// by mistake would wait ten seconds."""
     began = time.monotonic()
     with knock(service.client, data) as tcp:
@@ -302,10 +300,8 @@ def test_sigterm_lets_a_running_request_finish(machine: Machine) -> None:
 @pytest.mark.parametrize(
     "sources", [["127.0.0.1"] * 150, places(1, 150)], ids=["one address", "many"]
 )
-def test_slow_clients_keep_nobody_out_and_fill_no_memory(
-    service: Daemon, sources: list[str]
-) -> None:
-    """They have sent almost a whole head. The owner is at another address."""
+def test_slow_clients_keep_nobody_out(service: Daemon, sources: list[str]) -> None:
+    """Nor fill the memory, though they have sent almost a whole head."""
 
     def memory() -> int:
         pages = Path(f"/proc/{service.process.pid}/statm").read_text().split()[1]
@@ -325,9 +321,7 @@ def test_slow_clients_keep_nobody_out_and_fill_no_memory(
         assert memory() < used + (8 << 20)
 
 
-def test_the_client_with_the_most_connections_makes_room(
-    come: Come, server: Client
-) -> None:
+def test_the_client_with_the_most_makes_room(come: Come, server: Client) -> None:
     """Each of the others has up to six, as many as a browser opens."""
     browser, others = come(server, ["127.0.0.9"] * 6), come(server, places(2, 20))
     come(server, ["127.0.0.1"] * 100)
@@ -373,9 +367,7 @@ def test_an_ipv6_network_counts_as_one_client(come: Come) -> None:
         assert all(map(is_kept, others))
 
 
-def test_clients_that_have_gone_are_not_asked_to_make_room(
-    come: Come, service: Daemon
-) -> None:
+def test_clients_that_have_gone_are_not_asked(come: Come, service: Daemon) -> None:
     """Or nobody does, until a request of the others has had its ten seconds."""
     idle = service.uses()
     gone = come(service.client, ["127.0.0.1"] * 64)
@@ -413,9 +405,7 @@ class Frozen:
             self._trace(self.DETACH, thread, None, None)
 
 
-def test_a_request_that_arrives_at_the_last_moment_is_answered(
-    come: Come, service: Daemon
-) -> None:
+def test_a_request_at_the_last_moment_is_answered(come: Come, service: Daemon) -> None:
     """Its thread has to make room, and has had no time to read it."""
     tasks = Path(f"/proc/{service.process.pid}/task")
     idle = {*tasks.iterdir()}

@@ -59,7 +59,7 @@ def test_an_old_python_is_reported_before_anything_else() -> None:
 
 
 def test_the_routes_are_those_that_are_described() -> None:
-    routes = {(method, path): is_open for method, path, _, is_open in waker.ROUTES}
+    routes = {(method, path): is_public for method, path, _, is_public in waker.ROUTES}
     api = yaml.safe_load(CHECKOUT.joinpath("docs/openapi.yaml").read_text())
     described = {
         (method.upper(), path): "security" not in operation

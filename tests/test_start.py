@@ -34,7 +34,6 @@ from machine import (
     SILENT,
     SLOWLY,
     SOON,
-    WARNS,
     Machine,
     slow_to_open,
     wait_until,
@@ -184,17 +183,6 @@ def test_a_machine_that_resets_has_its_time_to_ask_again(machine: Machine) -> No
         wait_for(lambda: time.monotonic() > began + 11)  # more than READY_SECONDS
         machine.ask(f"[ -e early ] || {{ echo >early; {EARLY}; }}; disk root")
         assert wait_until(client, "booting")["outcome"] == "unlocked"
-
-
-def test_a_warning_is_shown_until_the_next_start(machine: Machine) -> None:
-    with machine.ask(f"asks root; take; {WARNS}; rejects").waker() as started:
-        client = started.client
-        assert "give up" in client.unlock().error
-        client.start()
-        assert "give up" in wait_until(client, "failed")["hint"]
-        machine.ask("asks root; take; rejects")
-        client.start()
-        assert wait_until(client, "failed")["hint"] is None
 
 
 # ---- One at a time, and what replaces a watch ----------------------------------------

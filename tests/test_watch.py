@@ -72,9 +72,7 @@ BANNERS = {
 
 
 @each("banner expected", BANNERS)
-def test_one_port_for_both_is_told_apart_by_its_banner(
-    banner: str, expected: str
-) -> None:
+def test_one_port_is_told_apart_by_its_banner(banner: str, expected: str) -> None:
     with says(banner.encode("latin-1")) as port:
         assert state("127.0.0.1", port, port)[0] == expected
 
@@ -193,10 +191,8 @@ def test_the_status_looks_at_an_open_system_every_8_s(machine: Machine) -> None:
         assert count_connections(system) == 1
 
 
-def test_a_system_that_has_gone_is_seen_at_once_if_its_initrd_is_back(
-    machine: Machine,
-) -> None:
-    """As after kexec, which no look at the system's port would show for 8 s."""
+def test_a_system_whose_initrd_is_back_has_gone(machine: Machine) -> None:
+    """At once, as after kexec. A look at the system's port may take 8 s."""
     with machine.show(CLOSED, OPEN).waker() as started:
         assert started.client.status()["state"] == "up"
         machine.show(OPEN, CLOSED)
@@ -228,9 +224,7 @@ def count_syns(capture: socket.socket, port: int, seconds: float) -> int:
     return count
 
 
-def test_a_start_does_not_use_up_what_a_firewall_allows(
-    home: Home, machine: Machine
-) -> None:
+def test_a_start_spares_what_a_firewall_allows(home: Home, machine: Machine) -> None:
     """Or it would itself keep the system that it waits for from answering."""
     router, server, _ = home
     where = {"HOMELAB_HOST": "192.168.77.20", "HOMELAB_BROADCAST": ""}
@@ -255,10 +249,8 @@ def test_a_magic_packet_is_sent_three_times(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("broadcast", ["255.255.255.255", "192.168.77.255"])
-def test_the_packet_leaves_by_the_interface_that_leads_to_the_machine(
-    home: Home, broadcast: str
-) -> None:
-    """Without configuration; to UDP port 9."""
+def test_the_packet_leaves_by_the_right_interface(home: Home, broadcast: str) -> None:
+    """The one that leads to the machine, without configuration. To UDP port 9."""
     router, machine, provider = home
     settings = MACHINE | {"WAKER_HOMELAB_HOST": "192.168.77.20"}
     if broadcast != "255.255.255.255":  # the default

@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -115,27 +114,6 @@ def process(port: int, script: str, *options: str) -> Iterator[subprocess.Popen[
                 os.kill(int(first.read_text()), signal.SIGKILL)
             else:
                 server.kill()
-
-
-def prepare_sshd(folder: Path) -> tuple[int, Settings, str]:
-    """Write OpenSSH's files; returns port, settings and the command that starts it."""
-    key, port = new_key(), free_port()
-    key.write_private_key_file(str(folder / "host_key"))
-    settings = settings_at(folder, port, key)
-    (folder / "sshd_config").write_text(
-        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host_key\n"
-        f"AuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\nUsePAM no\n"
-        "PermitRootLogin prohibit-password\nPidFile none\n"
-    )
-    server = [need("sshd"), "-D", "-e", "-f", str(folder / "sshd_config")]
-    (folder / "passwd").write_text(f"root:x:1:1::{folder}:/bin/sh\n")
-    (folder / "shadow").write_text("root:*:1::::::\n")  # or the account is locked
-    (folder / "group").touch()  # nobody can give a terminal to the group tty
-    mount = (
-        "mount -t tmpfs none /run; mkdir /run/sshd; for name in passwd shadow group;"
-    )
-    mount += f" do mount --bind {folder}/$name /etc/$name; done"
-    return port, settings, f"{mount}; exec {AS_USER_1} {shlex.join(server)}"
 
 
 def run_unlock(settings: Settings, given: str, seconds: int = 60) -> dict[str, Any]:
