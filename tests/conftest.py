@@ -288,23 +288,6 @@ GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /api/auth HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
-def knock(client: Client, data: bytes, at: str = "127.0.0.1") -> socket.socket:
-    """Connect from a loopback address, and send something."""
-    tcp = socket.create_connection((client.host, client.port), 30, (at, 0))
-    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    tcp.sendall(data)
-    return tcp
-
-
-def answer_on(tcp: socket.socket) -> Answer:
-    """Read the one answer that comes before the connection ends."""
-    response = http.client.HTTPResponse(tcp)
-    response.begin()
-    answer = Answer(response.status, dict(response.getheaders()), response.read())
-    assert tcp.recv(1) == b""
-    return answer
-
-
 def environment(settings: Mapping[str, str]) -> dict[str, str]:
     """Make an environment with these settings and no others."""
     others = {n: v for n, v in os.environ.items() if not n.startswith("WAKER_")}

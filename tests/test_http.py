@@ -2,6 +2,7 @@
 
 import ctypes
 import fcntl
+import http.client
 import os
 import re
 import resource
@@ -23,14 +24,13 @@ from conftest import (
     MODULE,
     PIN,
     POST,
+    Answer,
     Client,
     Daemon,
-    answer_on,
     daemon,
     each,
     environment,
     is_open,
-    knock,
     need,
     need_root,
     preload,
@@ -47,6 +47,23 @@ CONFIG = waker.read_config(MACHINE | {"WAKER_PIN": PIN}, Path())
 OWNER = "127.0.0.99"
 RESET = struct.pack("ii", 1, 0)  # struct linger: hang up by RST, at once
 Come = Callable[[Client, list[str]], list[socket.socket]]
+
+
+def knock(client: Client, data: bytes, at: str = "127.0.0.1") -> socket.socket:
+    """Connect from a loopback address, and send something."""
+    tcp = socket.create_connection((client.host, client.port), 30, (at, 0))
+    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    tcp.sendall(data)
+    return tcp
+
+
+def answer_on(tcp: socket.socket) -> Answer:
+    """Read the one answer that comes before the connection ends."""
+    response = http.client.HTTPResponse(tcp)
+    response.begin()
+    answer = Answer(response.status, dict(response.getheaders()), response.read())
+    assert tcp.recv(1) == b""
+    return answer
 
 
 @pytest.fixture
