@@ -19,6 +19,7 @@ from conftest import (
     PASSPHRASE,
     PIN,
     daemon,
+    each,
     environment,
     make,
     need,
@@ -108,42 +109,38 @@ def test_an_unlock_shows_no_secret_and_leaves_nothing(machine: Machine) -> None:
 # ---- The process that unlocks --------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ("sleep 60", "^Failed to unlock: .*status -9.*not sent"),
-        ("asks root; take; sleep 60", "^Not confirmed: .*was sent.*status -9"),
-    ],
-    ids=["before sending", "after sending"],
-)
-def test_an_unlocking_process_that_dies_is_reported_as_it_died(
-    machine: Machine, script: str, words: str
+KILLED = "^Failed to unlock: .*status -9.*not sent"
+CHILDREN = {  # what the initrd does, what ends the process, and what is said of it
+    "dies before it sends": ("sleep 60", signal.SIGKILL, KILLED),
+    "dies after it sent": (
+        *("asks root; take; sleep 60", signal.SIGKILL),
+        "^Not confirmed: .*was sent.*status -9",
+    ),
+    "hangs": ("", signal.SIGSTOP, KILLED),  # by itself it would end in time
+}
+
+
+@each("script stroke words", CHILDREN)
+def test_a_process_that_dies_or_hangs_is_reported(
+    machine: Machine, script: str, stroke: signal.Signals, words: str
 ) -> None:
-    with machine.ask(script).waker() as started, ThreadPoolExecutor() as pool:
-        unlocking = pool.submit(started.client.unlock)
-        child = wait_for_child(started.process.pid)
-        wait_for(machine.received if "take" in script else machine.commands)
-        os.kill(child, signal.SIGKILL)
-        answer = unlocking.result()
-        assert answer.status == 500
-        assert re.search(words, answer.error)
-        assert started.client.start().status == 200  # the next may begin
-
-
-def test_an_unlock_that_hangs_is_killed_at_its_deadline(machine: Machine) -> None:
+    limits = {} if script else {"UNLOCK_SECONDS": 6}
     with (
-        machine.ask("sleep 60").waker(UNLOCK_SECONDS=6) as started,
+        machine.ask(script or "sleep 60").waker(**limits) as started,
         ThreadPoolExecutor() as pool,
     ):
         unlocking = pool.submit(started.client.unlock)
         child = wait_for_child(started.process.pid)
-        os.kill(child, signal.SIGSTOP)  # by itself it would end in time
+        if script:
+            wait_for(machine.received if "take" in script else machine.commands)
+        os.kill(child, stroke)
         began = time.monotonic()
         answer = unlocking.result()
         assert time.monotonic() < began + 30
         assert answer.status == 500
-        assert "not sent" in answer.error
+        assert re.search(words, answer.error)
         assert not Path(f"/proc/{child}").exists()
+        assert started.client.start().status == 200  # the next may begin
 
 
 def test_an_unlock_that_hangs_ends_itself_in_time(machine: Machine) -> None:
