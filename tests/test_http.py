@@ -117,7 +117,9 @@ def check_owner_is_let_in(client: Client) -> None:
 
 LENGTH = POST + b"Content-Length: "
 CODING = POST + b"Transfer-Encoding:"
+BODY = b'\r\n\r\n{"pin": "x"}'  # of 12 bytes, for which the answer is 401
 REQUESTS = {
+    "wrong PIN": (LENGTH + b"12" + BODY, 401),
     "no version": (b"GET /\r\n\r\n", 400),
     "HTTP 2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
     "whole address": (b"GET http://x/ HTTP/1.1\r\n\r\n", 400),
@@ -129,17 +131,17 @@ REQUESTS = {
     "coding": (CODING + b" chunked\r\n\r\n0\r\n\r\n", 501),
     "coding beside a length": (CODING + b"chunked\r\nContent-Length: 5\r\n\r\n", 501),
     "empty coding": (CODING + b"\r\n\r\n", 501),
-    "length with a plus": (LENGTH + b"+5\r\n\r\n12345", 400),
-    "length with a zero first": (LENGTH + b"05\r\n\r\n12345", 400),
-    "length after a no-break space": (LENGTH + b"\xa05\r\n\r\n12345", 400),
+    "length with a plus": (LENGTH + b"+12" + BODY, 400),
+    "length with a zero first": (LENGTH + b"012" + BODY, 400),
+    "length after a no-break space": (LENGTH + b"\xa012" + BODY, 400),
     "negative length": (LENGTH + b"-1\r\n\r\n", 400),
-    "two lengths": (LENGTH + b"5, 5\r\n\r\n12345", 400),
-    "two length fields": (LENGTH + b"5\r\nContent-Length: 5\r\n\r\n12345", 400),
+    "two lengths": (LENGTH + b"12, 12" + BODY, 400),
+    "two length fields": (LENGTH + b"12\r\nContent-Length: 12" + BODY, 400),
     "long head": (GET + b"X: " + b"y" * 16384 + b"\r\n\r\n", 431),
     "101 fields": (GET + b"X: y\r\n" * 100 + b"\r\n", 431),
     "long head for no path": (b"GET /x HTTP/1.1\r\n" + b"X" * 20_000, 431),
     "long body": (LENGTH + b"16385\r\n\r\n", 413),
-    "cut off": (LENGTH + b"5\r\n\r\n1234", 400),
+    "cut off": (LENGTH + b"13" + BODY, 400),
     "pipelined": (GET + b"\r\n" + GET + b"\r\n", 200),
     "HTTP 1.0": (b"GET / HTTP/1.0\r\n\r\n", 200),
     "query": (b"GET /?from=home HTTP/1.1\r\nHost: x\r\n\r\n", 200),
