@@ -278,6 +278,7 @@ def test_a_cancel_sends_nothing_or_keeps_what_was_reported(
             start = wait_until(client, "cancelled")
             assert start["outcome"] == ("unlocked" if is_sent else "cancelled")
             assert start["sent"] == is_sent
+            assert "cancelled" in start["times"]
             assert ("root" if is_sent else "not sent") in start["message"]
             assert client.call("DELETE", "/api/start").status == 409
         else:
