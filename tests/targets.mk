@@ -25,7 +25,8 @@ test-unstable: $(VENV)/done ## unlock today's Debian unstable in QEMU, as root
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/vm/unstable.py
 
 test-paramiko: $(VENV)/done ## test what uses paramiko; PARAMIKO=2.12.0
-	$(PYTEST) $(ALL) tests/test_unlock.py tests/test_check.py tests/test_openwrt.py
+	$(PYTEST) $(ALL) tests/test_unlock.py tests/test_check.py tests/test_initrds.py \
+		tests/test_openwrt.py
 
 fuzz: $(VENV)/done ## test with random requests and inputs; EXAMPLES=200, SEED=1
 	EXAMPLES=$(or $(EXAMPLES),200) $(BIN)/python -m pytest $(PYTEST_ARGS) \
