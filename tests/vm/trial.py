@@ -96,7 +96,7 @@ class Trial:
                 *(f"SERVER=me@{ADDRESS}", f"CONFIG={CONFIG}"),
                 *(f"{name}={value}" for name, value in variables.items()),
             ],
-            PATIENCE,
+            3600,  # an image may take long
         )
         for prompt, answer in answers:
             terminal.answer(prompt, answer)
