@@ -71,8 +71,8 @@ def find_disks(seen: Seen) -> str:
     disks = [*dict.fromkeys(row[0] for row in layers if "crypt" in row[1:])]
     if not disks:
         raise Refused("the disk with / is not encrypted. There is nothing to unlock.")
-    if " crypt" in seen["boot disks"]:  # GRUB asks before there is a network
-        raise Refused("/boot is encrypted. Put it on an unencrypted partition.")
+    if " crypt" in seen["boot disks"]:
+        raise Refused("/boot is encrypted: GRUB asks too early. Move it out of LUKS.")
     lines = re.findall(r"(?m)^\s*[^#\s].*", seen["crypttab"])
     table = {n: [*rest[1:], "none", ""][:2] for n, *rest in map(str.split, lines)}
     for disk in disks:
