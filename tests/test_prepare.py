@@ -495,7 +495,7 @@ ETC = "alternatives group ld.so.cache os-release passwd shells"
 def simulated(folder: Path) -> Iterator[Server]:
     """Make a server with Debian's initramfs-tools that only lacks settings."""
     need_root()
-    for program in ("unmkinitramfs", "cpio", "dropbearkey", "systemctl"):
+    for program in ("unmkinitramfs", "cpio", "dropbearkey", "ethtool", "systemctl"):
         need(program)
     shutil.copytree(CHECKOUT / "server", folder / "server")
     text = (SERVERS / "mkinitramfs.sh").read_text()
