@@ -1,8 +1,14 @@
 """Break each promise in a copy of the program: does a test notice? `make breaks`
 
-`breaks.txt` has three lines for each break: a promise; a place with an expression there
-and what to put instead; and the tests that must fail then. A place is a class, function
-or constant of waker.py or, after its name, of another file, or that file as a whole.
+`breaks.txt` has three lines for each break: a promise; a place and a change there; and
+the tests that must fail then. A place is a class, function or constant of waker.py or,
+after its name, of another file, or that file as a whole. A change is one of these:
+
+    an expression ==> another expression
+    a statement ==> deleted
+    a statement ==> moved before another statement
+    a statement ==> moved after another statement
+
 White space, comments and commas before a bracket do not matter.
 """
 
@@ -12,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -73,6 +80,31 @@ def find_tokens(text: str, old: str, comment: str) -> slice:
     return find_only(found, old)
 
 
+def find_lines(text: str, statement: str, comment: str) -> slice:
+    """Find the lines of a statement."""
+    found = find_tokens(text, statement, comment)
+    start = text.rfind("\n", 0, found.start) + 1
+    return slice(start, text.index("\n", found.stop) + 1)
+
+
+def change(text: str, old: str, new: str, comment: str) -> str:
+    """Return the text with a change."""
+    if new != "deleted" and not new.startswith("moved "):
+        found = find_tokens(text, old, comment)
+        return text[: found.start] + new + text[found.stop :]
+    found = find_lines(text, old, comment)
+    taken = textwrap.dedent(text[found])
+    text = text[: found.start] + text[found.stop :]
+    if new == "deleted":
+        return text
+    _, where, other = new.split(" ", 2)
+    found = find_lines(text, other, comment)
+    target = text[found]
+    indent = target[: len(target) - len(target.lstrip())]
+    place = {"before": found.start, "after": found.stop}[where]
+    return text[:place] + textwrap.indent(taken, indent) + text[place:]
+
+
 def apply(row: Break, checkout: Path) -> None:
     """Break the promise. Raises: Stale."""
     file, _, place = row.place.partition(" ")
@@ -80,13 +112,13 @@ def apply(row: Break, checkout: Path) -> None:
         file, place = "waker.py", row.place
     comment = r"\s+//.*" if file == "ui.html" else r"\s+#.*"
     whole = checkout.joinpath(file).read_text()
-    start, text = 0, whole
+    block = slice(0, len(whole))
     for depth, name in enumerate(filter(None, place.split("."))):
-        block = find_block(text, name, "    " * depth)
-        start, text = start + block.start, text[block]
-    there = find_tokens(text, row.old, comment)
-    before, after = whole[: start + there.start], whole[start + there.stop :]
-    checkout.joinpath(file).write_text(before + row.new + after)
+        inner = find_block(whole[block], name, "    " * depth)
+        block = slice(block.start + inner.start, block.start + inner.stop)
+    changed = change(whole[block], row.old, row.new, comment)
+    changed = whole[: block.start] + changed + whole[block.stop :]
+    checkout.joinpath(file).write_text(changed)
 
 
 def run(row: Break) -> str:
