@@ -65,7 +65,7 @@ if TYPE_CHECKING:  # imported only where needed, to save memory; paramiko takes 
 
     from paramiko import Channel, PKey, Transport
 
-__version__ = "3.0.0"
+__version__ = "3.1.0"
 
 # ---- Values --------------------------------------------------------------------------
 # Parsers raise ValueError. No repr shows a secret.
