@@ -80,6 +80,7 @@ def test_one_request_starts_a_machine(
         wrong.add("not_confirmed")
         ends.add(f"The system is up. {SILENT}.")
     for _ in range(pytestconfig.getoption("--cycles")):
+        computer.router.run(owner.client.log_in)  # a token ends after 15 minutes
         owner.wait_for("off")
         start = owner.start("wrong", computer.listen, waker.STILL_LOCKED)
         assert start["outcome"] in wrong, start
