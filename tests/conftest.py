@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,36 +38,6 @@ PASSPHRASE = 'correct "horse" \\ stäple'
 ODD_PASSPHRASE = "-n '$(id)` a\\tb\\0 " + "é" * 244 + "xy \u00a0 "  # 512 bytes
 MAC = {"WAKER_HOMELAB_MAC": "52:54:00:12:34:56"}
 MACHINE = MAC | {"WAKER_HOMELAB_HOST": "127.0.0.1"}
-# Debian's packages, for programs whose package has another name.
-PACKAGES = {
-    "WebKitWebDriver": "webkit2gtk-driver",
-    "Xvfb": "xvfb",
-    "ab": "apache2-utils",
-    "chromium-headless-shell": "chromium",
-    "cryptsetup": "cryptsetup-bin",
-    "dropbear": "dropbear-bin",
-    "dropbearkey": "dropbear-bin",
-    "fail2ban-regex": "fail2ban",
-    "import": "imagemagick",
-    "ip": "iproute2",
-    "mke2fs": "e2fsprogs",
-    "nsenter": "util-linux",
-    "prlimit": "util-linux",
-    "qemu-system-x86_64": "qemu-system-x86",
-    "setpriv": "util-linux",
-    "setsid": "util-linux",
-    "ss": "iproute2",
-    "ssh": "openssh-client",
-    "ssh-keygen": "openssh-client",
-    "sshd": "openssh-server",
-    "systemctl": "systemd",
-    "systemd-analyze": "systemd",
-    "tinysshd-makekey": "tinysshd",
-    "unmkinitramfs": "initramfs-tools-core",
-    "unshare": "util-linux",
-}
-# Reasons to skip a test. The end of the output counts them.
-INSTALL = r"\(package (.+)\)"
 NO_ROOT = "need root, because this system gives others no namespaces"
 Fields = Mapping[str, str]
 T = TypeVar("T")
@@ -103,35 +72,18 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     return report
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what was not run, why, and what would change that."""
-    skipped = terminalreporter.stats.get("skipped", [])
-    reasons = Counter(
-        report.longrepr[2].removeprefix("Skipped: ") for report in skipped
-    )
-    if not reasons:
-        return
-    missing = [found[1] for why in reasons if (found := re.search(INSTALL, why))]
-    test = "sudo make test" if any("root" in why for why in reasons) else "make test"
-    install = f"sudo apt install {' '.join(sorted({*missing}))} && " if missing else ""
-    why = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-    terminalreporter.write_line(f"Tests not run: {len(skipped)}.")
-    terminalreporter.write_line(f"Why: {why}.")
-    terminalreporter.write_line(f"To run them: {install}{test}")
-
-
 def each(names: str, table: Mapping[str, object]) -> pytest.MarkDecorator:
     """Run a test for each row of a table, which has a name and some columns."""
     return pytest.mark.parametrize(names.split(), table.values(), ids=[*table])
 
 
 def need(program: str, *other_names: str) -> str:
-    """Return a program's path, or skip and name the package to install."""
+    """Return a program's path, or skip."""
     path = os.environ["PATH"] + ":/usr/sbin:/sbin"
     for name in (program, *other_names):
         if found := shutil.which(name, path=path):
             return found
-    pytest.skip(f"need {program} (package {PACKAGES.get(program, program)})")
+    pytest.skip(f"need {program}")
 
 
 def need_root() -> None:
@@ -233,7 +185,6 @@ class Client:
     port: int
     token: str = ""
     host: str = "127.0.0.1"
-    app: waker.App | None = None  # where the daemon runs in this process
 
     def call(
         self, method: str, path: str, body: object = None, headers: Fields | None = None
@@ -265,12 +216,6 @@ class Client:
         assert answer.status == 200, answer.body
         self.token = answer.json["token"]
         return self
-
-    def expire_tokens(self) -> None:
-        """End every token: as many newer ones take their places."""
-        assert self.app
-        for _ in range(64):
-            self.app.gate.issue_token(time.monotonic())
 
     def status(self) -> Any:
         answer = self.call("GET", "/api/status")
@@ -315,7 +260,7 @@ def serving(app: waker.App, port: int = 0) -> Iterator[Client]:
     server = waker.Server(app, tcp)
     threading.Thread(target=server.serve_forever, args=(None,)).start()
     try:
-        yield Client(int(tcp.getsockname()[1]), app=app)
+        yield Client(int(tcp.getsockname()[1]))
     finally:
         app.starter.stop()
         server.stop()
