@@ -2,12 +2,10 @@
 
 import contextlib
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from conftest import Client
+from conftest import Answer, Client
 
 
 class Proxy(ThreadingHTTPServer):
@@ -17,39 +15,27 @@ class Proxy(ThreadingHTTPServer):
 
     def __init__(self, client: Client) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.waker = f"http://127.0.0.1:{client.port}"
+        self.waker = client
         self.client = Client(self.server_port)
 
 
 class Handler(BaseHTTPRequestHandler):
     server: Proxy
 
-    def answer(self, status: int, fields: list[tuple[str, str]], body: bytes) -> None:
-        self.send_response(status)
-        for name, value in fields:
+    def do_POST(self) -> None:
+        method, path, fields = self.command, self.path, dict(self.headers)
+        body = self.rfile.read(int(fields.get("Content-Length", 0)))
+        if self.server.answer and path.startswith("/api/"):
+            status, text = self.server.answer
+            away = {"Location": "/elsewhere"} if status == 302 else {}
+            answer = Answer(status, away, text.encode())
+        else:
+            answer = self.server.waker.call(method, path, body or None, fields)
+        self.send_response(answer.status)
+        for name, value in answer.headers.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
-
-    def do_POST(self) -> None:
-        if self.server.answer and self.path.startswith("/api/"):
-            status, body = self.server.answer
-            away = [("Location", "/elsewhere")] if status == 302 else []
-            self.answer(status, away, body.encode())
-            return
-        length = int(self.headers.get("Content-Length") or 0)
-        request = urllib.request.Request(
-            self.server.waker + self.path,
-            self.rfile.read(length) or None,
-            dict(self.headers),
-            method=self.command,
-        )
-        try:
-            response = urllib.request.urlopen(request, timeout=60)
-        except urllib.error.HTTPError as error:
-            response = error
-        with response:
-            self.answer(response.status, response.getheaders(), response.read())
+        self.wfile.write(answer.body)
 
     def do_GET(self) -> None:
         self.do_POST()
@@ -61,10 +47,8 @@ class Handler(BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def proxy(client: Client) -> Iterator[Proxy]:
     with Proxy(client) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+        threading.Thread(target=server.serve_forever).start()
         try:
             yield server
         finally:
             server.shutdown()
-            thread.join()
