@@ -354,6 +354,14 @@ def run_waker(
     )
 
 
+def run_python(code: str, folder: Path = CHECKOUT) -> str:
+    """Run code that imports waker, of a folder, to its end; returns what it printed."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True, timeout=20
+    ).stdout
+
+
 @contextlib.contextmanager
 def daemon(
     settings: dict[str, str], *command: str, program: tuple[str, ...] = MODULE
