@@ -354,11 +354,16 @@ def run_waker(
     )
 
 
-def run_python(code: str, folder: Path = CHECKOUT) -> str:
+def run_python(code: str, folder: Path = CHECKOUT, given: str = "") -> str:
     """Run code that imports waker, of a folder, to its end; returns what it printed."""
-    command = [sys.executable, "-c", code]
     return subprocess.run(
-        command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True, timeout=20
+        [sys.executable, "-c", code],
+        cwd=folder,
+        input=given,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=20,
     ).stdout
 
 
