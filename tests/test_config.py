@@ -27,29 +27,24 @@ NISTP256 = "AAAAE2VjZHNhLXNoYTItbmlzdHAyNTYAAAAIbmlzdHAyNTY="
 PEM = "-----BEGIN OPENSSH PRIVATE KEY-----\n"
 
 
-class Box:
-    """The required settings, and a folder with a private key that a group may read."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.key = folder, folder / "ssh_key"
-        self.key.write_text(f"\n\n{PEM}")
-        self.key.chmod(0o640)
-        self.settings = {**MACHINE, "WAKER_PIN": PIN, "WAKER_SSH_HOST_KEY": KEY}
-
-    def read(self) -> waker.Config:
-        return waker.read_config(self.settings, self.folder)
-
-    def mistake(self, **others: str) -> str:
-        """Return what is reported, which must be one line."""
-        self.settings |= {f"WAKER_{name}": value for name, value in others.items()}
-        with pytest.raises(waker.ConfigError, match=r"\A.+\Z") as error:
-            self.read()
-        return str(error.value)
+SETTINGS = MACHINE | {"WAKER_PIN": PIN, "WAKER_SSH_HOST_KEY": KEY}
 
 
 @pytest.fixture
-def box(tmp_path: Path) -> Box:
-    return Box(tmp_path)
+def folder(tmp_path: Path) -> Path:
+    """A folder with a private key that a group may read."""
+    key = tmp_path / "ssh_key"
+    key.write_text(f"\n\n{PEM}")
+    key.chmod(0o640)
+    return tmp_path
+
+
+def mistake(folder: Path, **others: str) -> str:
+    """Return what is reported of the settings, which must be one line."""
+    settings = SETTINGS | {f"WAKER_{name}": value for name, value in others.items()}
+    with pytest.raises(waker.ConfigError, match=r"\A.+\Z") as error:
+        waker.read_config(settings, folder)
+    return str(error.value)
 
 
 # ---- Values --------------------------------------------------------------------------
@@ -64,11 +59,11 @@ def test_host_keys_paste_as_whole_lines() -> None:
     assert waker.parse_host_keys(two) == (pinned, pinned)
 
 
-def test_a_host_key_is_refused_wherever_it_was_cut(box: Box) -> None:
+def test_a_host_key_is_refused_wherever_it_was_cut(folder: Path) -> None:
     """As when a mail program wraps it, so that the rest is another line."""
     for end in range(1, len(KEY)):
-        mistake = box.mistake(SSH_HOST_KEY=KEY[:end])
-        assert mistake.startswith("WAKER_SSH_HOST_KEY must be whole lines")
+        told = mistake(folder, SSH_HOST_KEY=KEY[:end])
+        assert told.startswith("WAKER_SSH_HOST_KEY must be whole lines")
 
 
 # Values of which each is one mistake.
@@ -103,24 +98,23 @@ MISTAKES = [(name, value) for name, values in WRONG.items() for value in values]
 
 
 @pytest.mark.parametrize(("name", "value"), MISTAKES)
-def test_a_wrong_value_is_refused(box: Box, name: str, value: str) -> None:
+def test_a_wrong_value_is_refused(folder: Path, name: str, value: str) -> None:
     """It is told its form. The value, which may be a secret, is not quoted."""
-    mistake = box.mistake(**{name: value})
-    assert re.match(f"WAKER_{name} must be .", mistake)
-    assert value not in mistake
+    told = mistake(folder, **{name: value})
+    assert re.match(f"WAKER_{name} must be .", told)
+    assert value not in told
 
 
-def test_an_ipv6_address_needs_a_broadcast_address(box: Box) -> None:
+def test_an_ipv6_address_needs_a_broadcast_address(folder: Path) -> None:
     """From which the packet goes to the machine's network."""
-    mistake = box.mistake(HOMELAB_HOST="2001:db8::1")
-    assert mistake.startswith("WAKER_HOMELAB_BROADCAST must be set")
+    told = mistake(folder, HOMELAB_HOST="2001:db8::1")
+    assert told.startswith("WAKER_HOMELAB_BROADCAST must be set")
 
 
-def test_a_setting_without_a_value_has_its_default(box: Box) -> None:
-    optional = set(waker.SETTINGS) - box.settings.keys()
-    usual = box.read()
-    box.settings |= dict.fromkeys(optional, "")
-    assert box.read()._replace(pin=usual.pin) == usual
+def test_a_setting_without_a_value_has_its_default(folder: Path) -> None:
+    usual = waker.read_config(SETTINGS, folder)
+    empty = dict.fromkeys(waker.SETTINGS, "") | SETTINGS
+    assert waker.read_config(empty, folder)._replace(pin=usual.pin) == usual
 
 
 # ---- The private key -----------------------------------------------------------------
@@ -134,33 +128,33 @@ USELESS = {
 
 @each("content mode problem", USELESS)
 def test_a_useless_private_key_is_refused_with_the_remedy(
-    box: Box, content: bytes, mode: int, problem: str
+    folder: Path, content: bytes, mode: int, problem: str
 ) -> None:
-    box.key.write_bytes(content)
-    box.key.chmod(mode)
-    assert re.match(f"WAKER_SSH_KEY {box.key} is {problem}", box.mistake())
+    key = folder / "ssh_key"
+    key.write_bytes(content)
+    key.chmod(mode)
+    assert re.match(f"WAKER_SSH_KEY {key} is {problem}", mistake(folder))
 
 
-def test_a_missing_credential_is_sought_where_the_user_put_it(box: Box) -> None:
+def test_a_missing_credential_is_sought_where_the_user_put_it(tmp_path: Path) -> None:
     """waker.service passes a single newline instead.
 
     So it does if a drop-in of the container has emptied LoadCredential=. Then the file
     must not be replaced. A folder of one's own may have such a name.
     """
-    own = box.folder / "credentials/waker"
-    box.folder /= "credentials/waker.service"
-    box.folder.mkdir(parents=True)
+    passed = tmp_path / "credentials/waker.service"
+    passed.mkdir(parents=True)
     for name in ("waker.env", "ssh_key"):
-        (box.folder / name).write_text("\n")
+        (passed / name).write_text("\n")
     words = "is missing or empty, or .* not pass it on.*systemctl cat waker"
-    mistake = box.mistake()
-    assert re.match(f"WAKER_SSH_KEY /etc/waker/ssh_key {words}", mistake)
-    assert "ssh-keygen" not in mistake
+    told = mistake(passed)
+    assert re.match(f"WAKER_SSH_KEY /etc/waker/ssh_key {words}", told)
+    assert "ssh-keygen" not in told
     with pytest.raises(waker.ConfigError, match=f"^/etc/waker/waker.env {words}") as it:
-        waker.read_env_file(box.folder / "waker.env")
+        waker.read_env_file(passed / "waker.env")
     assert "example" not in str(it.value)
-    box.folder = own
-    assert box.mistake().startswith(f"WAKER_SSH_KEY {own}/ssh_key is missing")
+    own = tmp_path / "credentials/waker"
+    assert mistake(own).startswith(f"WAKER_SSH_KEY {own}/ssh_key is missing")
 
 
 # ---- The file ------------------------------------------------------------------------
