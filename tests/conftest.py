@@ -251,11 +251,7 @@ def new_app(
 
 @contextlib.contextmanager
 def serving(app: waker.App, port: int = 0) -> Iterator[Client]:
-    """Run the daemon in this process; port 0 is any free one.
-
-    Tests use waker.Server nowhere else: `waker.serve` waits for signals, which only a
-    main thread can do.
-    """
+    """Run the daemon in this process; port 0 is any free one."""
     tcp = waker.listen(("127.0.0.1", port))
     server = waker.Server(app, tcp)
     threading.Thread(target=server.serve_forever, args=(None,)).start()

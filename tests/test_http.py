@@ -9,7 +9,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -31,7 +30,6 @@ from conftest import (
     shortened,
     wait_for,
 )
-from machine import SLOWLY, Machine
 
 import waker
 
@@ -252,21 +250,6 @@ def test_an_answer_is_kept_for_a_slow_reader(service: Daemon) -> None:
         assert service.stop() == 0
         reader.settimeout(20)
         assert answer_on(reader).status == 200
-
-
-def test_sigterm_lets_a_running_request_finish(machine: Machine) -> None:
-    """But it ends the waiting for a request."""
-    with machine.ask(SLOWLY).waker() as started, ThreadPoolExecutor() as pool:
-        unlocking = pool.submit(started.client.unlock)
-        wait_for(machine.received)
-        with knock(started.client, GET) as waiting:
-            waiting.settimeout(8)  # seconds, of the ten for its request
-            assert started.client.call("GET", "/").status == 200  # it came later
-            started.process.terminate()
-            while waiting.recv(4096):
-                pass
-        assert started.process.wait(60) == 0
-        assert unlocking.result().status == 200
 
 
 # ---- Many clients --------------------------------------------------------------------
