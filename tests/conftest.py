@@ -111,10 +111,8 @@ def wait_for(
 
 def is_open(address: str, port: int) -> bool:
     """Return whether a TCP port of this computer accepts connections."""
-    with contextlib.suppress(ConnectionError):
-        socket.create_connection((address, port)).close()
-        return True
-    return False
+    with socket.socket() as tcp:
+        return tcp.connect_ex((address, port)) == 0
 
 
 def wait_for_child(pid: int) -> int:
@@ -133,15 +131,8 @@ def wait_for_child(pid: int) -> int:
 
 
 def copy_checkout(folder: Path) -> None:
-    """Copy what the box needs of the checkout."""
-    folder.mkdir(exist_ok=True)
-    for pattern in ("Makefile", "README.md", "ui.html", "waker.*"):
-        for path in CHECKOUT.glob(pattern):
-            shutil.copy(path, folder)
-    for name in ("box", "server"):
-        shutil.copytree(CHECKOUT / name, folder / name, dirs_exist_ok=True)
-    folder.joinpath("tests").mkdir(exist_ok=True)
-    shutil.copy(CHECKOUT / "tests/targets.mk", folder / "tests")
+    left_out = shutil.ignore_patterns(".*", "dist", "__pycache__")
+    shutil.copytree(CHECKOUT, folder, ignore=left_out, dirs_exist_ok=True)
 
 
 def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
