@@ -350,7 +350,7 @@ def run_python(code: str, folder: Path = CHECKOUT, given: str = "") -> str:
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=20,
+        timeout=30,
     ).stdout
 
 

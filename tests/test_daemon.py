@@ -257,9 +257,9 @@ def test_a_passphrase_typed_at_the_prompt_is_not_shown(machine: Machine) -> None
         os.write(ours, f"{given}\n".encode())
         assert b'"Unlocked: root."' in child.communicate(timeout=60)[0]
     assert machine.received() == [given.encode()]
+    os.close(its)
     assert os.read(ours, 4096) == b"\r\n"
     os.close(ours)
-    os.close(its)
 
 
 # ---- The box -------------------------------------------------------------------------
