@@ -7,18 +7,22 @@ prepare.py sees a recorded network and disk. Whole servers are tested by `make t
 """
 
 import configparser
+import contextlib
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import prepare
 import pytest
-from conftest import CHECKOUT, need, need_root
+from conftest import CHECKOUT, need, need_root, wait_for
+from namespaces import hosts
 
 SERVERS = CHECKOUT / "tests/support/servers"
 RECORDED = json.loads((SERVERS / "recorded.json").read_text())
@@ -815,24 +819,11 @@ def test_dracuts_module_refuses_a_disk_on_the_network(server: Server) -> None:
     assert run_module(server, "check; echo $?", ON_LVM["disks"]) == "255\n"
 
 
-# A connection on the port of the initrd's SSH server, which is closed after `begun`.
-CONNECTION = """
-import pathlib, socket, time
-server = socket.create_server(("", 2222))
-client = socket.create_connection(("127.0.0.1", 2222))
-accepted, _ = server.accept()
-pathlib.Path("connected").touch()
-while not pathlib.Path("begun").exists():
-    time.sleep(0.1)
-time.sleep(SECONDS)
-pathlib.Path("closed").write_text(str(time.time_ns()))
-client.close()
-accepted.close()
-"""
+# What a server with systemd-networkd does, until clean-card has ended.
 CLEAN = r"""
 mount --make-rprivate /
 mount -t tmpfs none /run
-mount -t sysfs -o ro sysfs /sys # so systemd-networkd waits for no udev
+mount -o remount,bind,ro /sys # so systemd-networkd waits for no udev
 mkdir -p /run/systemd /run/etc /run/work
 mount -t overlay none /etc -o lowerdir=/etc,upperdir=/run/etc,workdir=/run/work
 mkdir -p /etc/systemd/network /etc/initrd-ssh
@@ -843,7 +834,6 @@ Address=192.168.1.20/24
 Gateway=192.168.1.1
 '     >/etc/systemd/network/00-lan.network
 echo "Port 2222" >/etc/initrd-ssh/sshd_config
-ip link set lo up
 ip link add card type veth peer switch
 ip link add other type veth peer far
 for card in switch other far; do ip link set $card up; done
@@ -866,31 +856,41 @@ kill %s; sleep 0.5
 ' $networkd >/run/systemctl
 chmod 755 /run/systemctl
 mount --bind /run/systemctl "$(command -v systemctl)"
-"$1" connection.py &
-until [ -e connected ]; do sleep 0.1; done
 date +%s%N >begun
 sh clean-card
 show >after
 """
 
 
-def clean(folder: Path, seconds: int, most: int) -> dict[str, str]:
-    """Run clean-card beside systemd-networkd, with a connection for some seconds.
+def clean(folder: Path, most: int, *, close: bool) -> dict[str, str]:
+    """Run clean-card during a connection, which is closed when that is waited for.
 
-    It waits for that at most so long. Returns what the script has noted, by name.
+    It waits for `most` seconds at most. Returns what the script has noted, by name.
     """
-    need_root()
-    for program in ("ip", "unshare", "systemctl", "/lib/systemd/systemd-networkd"):
+    for program in ("unshare", "systemctl", "/lib/systemd/systemd-networkd"):
         need(program)
     text = (CHECKOUT / "server/dracut/46initrd-ssh/clean-card").read_text()
-    assert text.count("seconds + 3") == 1
-    text = text.replace("seconds + 3", f"seconds + {most}")
+    for old, new in (("+ 3", f"+ {most}"), ("sleep 0.1", "touch waits; sleep 0.1")):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
     (folder / "clean-card").write_text(text)
-    connection = CONNECTION.replace("SECONDS", str(seconds))
-    (folder / "connection.py").write_text(connection)
-    namespace = ("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child")
-    command = [*namespace, "sh", "-c", CLEAN, "sh", sys.executable]
-    subprocess.run(command, cwd=folder, check=True, timeout=120)
+    with hosts(1) as (server,), contextlib.ExitStack() as connection:
+        listener = server.run(lambda: socket.create_server(("", 2222)))
+        client = server.run(lambda: socket.create_connection(("127.0.0.1", 2222)))
+        for end in (listener, client, listener.accept()[0]):
+            connection.enter_context(end)
+        alone = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c")
+        command = [*server.command(), *alone, CLEAN]
+        with subprocess.Popen(command, cwd=folder) as process:
+            try:
+                waits = folder / "waits"
+                wait_for(lambda: waits.exists() or process.poll() is not None)
+                if close:
+                    (folder / "closed").write_text(str(time.time_ns()))
+                    connection.close()
+                assert process.wait(120) == 0
+            finally:
+                process.kill()
     return {path.name: path.read_text() for path in folder.iterdir()}
 
 
@@ -899,7 +899,7 @@ def test_the_card_is_left_as_it_was_found(tmp_path: Path) -> None:
 
     Before that, the verdict on the passphrase reaches its client.
     """
-    noted = clean(tmp_path, seconds=1, most=60)
+    noted = clean(tmp_path, most=60, close=True)
     begun, closed, stopped = (int(noted[n]) for n in ("begun", "closed", "stopped"))
     assert begun < closed < stopped < begun + 50e9
     assert "192.168.1.20/24" in noted["during"]
@@ -911,6 +911,5 @@ def test_the_card_is_left_as_it_was_found(tmp_path: Path) -> None:
 
 
 def test_a_connection_keeps_the_card_for_three_seconds_at_most(tmp_path: Path) -> None:
-    noted = clean(tmp_path, seconds=90, most=3)
-    assert "closed" not in noted
+    noted = clean(tmp_path, most=3, close=False)
     assert int(noted["stopped"]) - int(noted["begun"]) > 2e9  # it counts whole seconds
