@@ -3,13 +3,15 @@
 `make test` leaves them out, and `make test-browsers` runs them: `-m browsers`.
 """
 
+import contextlib
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import CHECKOUT, PASSPHRASE, PIN, Client, need, running, wait_for
-from engines import Engine, firefox, qt, webkit
+from engines import ENTER, TAB, Engine, firefox, qt, webkit
 from lightningcss import process_stylesheet
 from stage import STRANGERS
 from stranger import proxy
@@ -25,6 +27,10 @@ delete AbortSignal.timeout;
 # about a directive that it does not know.
 EXPECTED = re.compile(r".*(Failed to load resource: .* 401|'manifest-src')")
 everywhere = pytest.mark.browsers
+Start = Callable[[Path], contextlib.AbstractContextManager[Engine]]
+TODAYS: dict[str, Start] = {"webkit": webkit, "firefox": firefox}
+# Chromium 108, without what Safari 15.4 lacks.
+OLDEST: dict[str, Start] = {"oldest": lambda folder: qt("6.5", folder, OLD_SAFARI)}
 
 
 class Person:
@@ -49,54 +55,72 @@ class Person:
         return self
 
     def enters(self, text: str) -> "Person":
-        self.engine.type_text(text)
-        self.engine.press("Enter")
+        self.engine.type_text(text + ENTER)
         return self
 
 
-def walk(person: Person) -> None:
-    """Bring the server up: both secrets wrong at first, and then right."""
-    person.open().enters("12345678").reads("Wrong PIN").has_focus("pin")
-    person.enters(PIN).reads("Off").has_focus("passphrase")
-    person.enters("wrong").reads("Wrong passphrase.").has_focus("passphrase")
-    person.enters(PASSPHRASE).reads("Started in").has_focus("headline")
-    person.open().enters(PIN).reads("Started in").has_focus("headline")
+@everywhere
+@pytest.mark.parametrize("name", [*TODAYS, *OLDEST])
+def test_the_keyboard_cancels_a_start_and_brings_the_server_up(
+    name: str, api: Client, config: waker.Config, tmp_path: Path
+) -> None:
+    asleep = config._replace(mac=waker.Mac(b"\0" * 6))  # no packet wakes it
+    start = (TODAYS | OLDEST)[name]
+    with running(asleep) as client, start(tmp_path) as engine:
+        person = Person(engine, client).open()
+        person.enters(PIN).reads("Off").has_focus("passphrase")
+        person.enters(PASSPHRASE).reads("0:0").has_focus("headline")
+        engine.type_text(TAB)
+        person.has_focus("cancel").engine.type_text(ENTER)
+        person.reads("The passphrase was not sent.").has_focus("passphrase")
 
+        person = Person(engine, api).open()
+        person.enters("12345678").reads("Wrong PIN").has_focus("pin")
+        person.enters(PIN).reads("Off").has_focus("passphrase")
+        person.enters("wrong").reads("Wrong passphrase.").has_focus("passphrase")
+        person.enters(PASSPHRASE).reads("Started in").has_focus("headline")
+        person.open().enters(PIN).reads("Started in").has_focus("headline")
 
-def cancel(person: Person) -> None:
-    """Begin a start, and cancel it."""
-    person.open().enters(PIN).reads("Off").has_focus("passphrase")
-    person.enters(PASSPHRASE).reads("0:0").has_focus("headline")
-    person.engine.press("Tab")
-    person.has_focus("cancel").engine.press("Enter")
-    person.reads("The passphrase was not sent.").has_focus("passphrase")
-
-
-def assert_it_looks_right(engine: Engine, *, dark: bool = False) -> None:
-    """Assert that the page has colours, fits the window and logged no error."""
-    colour = "getComputedStyle(document.body).backgroundColor"
-    ground = [int(part) for part in re.findall(r"\d+", engine.run(colour))]
-    assert (max(ground) < 64) == dark, ground
-    field = "getComputedStyle(document.getElementById('passphrase')).borderTopWidth"
-    assert engine.run(field) == "1px"
-    assert engine.run("document.documentElement.scrollWidth <= innerWidth")
-    assert [text for text in engine.console() if not EXPECTED.match(text)] == []
-
-
-ENGINES = {
-    "webkit": webkit,
-    "firefox": firefox,
-}
+        assert engine.run("!AbortSignal.timeout") == (name in OLDEST)
+        field = "getComputedStyle(document.getElementById('passphrase'))"
+        assert engine.run(f"{field}.borderTopWidth") == "1px"
+        assert engine.run("document.documentElement.scrollWidth <= innerWidth")
+        assert [text for text in engine.console() if not EXPECTED.match(text)] == []
 
 
 @everywhere
-@pytest.mark.parametrize("name", ENGINES)
-def test_the_keyboard_brings_the_server_up(
-    name: str, api: Client, tmp_path: Path
+@pytest.mark.parametrize("start", TODAYS.values(), ids=[*TODAYS])
+def test_an_answer_of_somebody_else_is_not_taken_for_wakers(
+    start: Start, api: Client, tmp_path: Path
 ) -> None:
-    with ENGINES[name](tmp_path) as engine:
-        walk(Person(engine, api))
-        assert_it_looks_right(engine)
+    """Engines differ in what they make of redirects, and of a body that is no JSON."""
+    told = {f"({status})": (status, body) for status, body, _ in STRANGERS.values()}
+    told["(a redirect)"] = told.pop("(302)")
+    with proxy(api) as between, start(tmp_path) as engine:
+        person = Person(engine, between.client)
+        for words, answer in told.items():
+            between.answer = answer
+            person.open().enters(PIN).reads(f"not waker {words}.").has_focus("pin")
+        between.answer = None
+        person.open().enters(PIN).reads("Off").has_focus("passphrase")
+        for words, answer in told.items():
+            between.answer = answer
+            person.reads(f"not waker {words}. Checking…")
+        between.answer = None
+        person.has_focus("passphrase").enters(PASSPHRASE).reads("Started in")
+
+
+@everywhere
+def test_a_browser_that_is_too_old_is_told_so(api: Client, tmp_path: Path) -> None:
+    """Chromium 90."""
+    with qt("6.2", tmp_path) as engine:
+        engine.open(f"http://127.0.0.1:{api.port}/")
+        person = Person(engine, api)
+        person.reads("This browser is too old for this page: update it, or use")
+        assert not engine.run(
+            "[...document.querySelectorAll('button, input')]"
+            ".filter((e) => e.getClientRects().length).length"
+        )
 
 
 def test_no_syntax_is_newer_than_the_oldest_browsers() -> None:
@@ -121,67 +145,3 @@ def test_no_syntax_is_newer_than_the_oldest_browsers() -> None:
             )
             results.append((run.returncode, run.stderr, run.stdout))
         assert results[0] == results[1] == (0, "", results[0][2]), target
-
-
-@everywhere
-@pytest.mark.parametrize("name", ENGINES)
-def test_a_start_can_be_cancelled_in_the_dark_scheme(
-    name: str, config: waker.Config, tmp_path: Path
-) -> None:
-    asleep = config._replace(mac=waker.Mac(b"\0" * 6))  # no packet wakes it
-    with running(asleep) as client, ENGINES[name](tmp_path, dark=True) as engine:
-        cancel(Person(engine, client))
-        assert_it_looks_right(engine, dark=True)
-
-
-@everywhere
-@pytest.mark.parametrize("name", ENGINES)
-def test_an_answer_of_somebody_else_is_not_taken_for_wakers(
-    name: str, api: Client, tmp_path: Path
-) -> None:
-    """Engines differ in what they make of redirects, and of a body that is no JSON."""
-    told = {f"({status})": (status, body) for status, body, _ in STRANGERS.values()}
-    told["(a redirect)"] = 302, ""
-    with proxy(api) as between, ENGINES[name](tmp_path) as engine:
-        person = Person(engine, between.client)
-        for words, answer in told.items():
-            between.answer = answer
-            person.open().enters(PIN).reads(f"not waker {words}.").has_focus("pin")
-        between.answer = None
-        person.open().enters(PIN).reads("Off").has_focus("passphrase")
-        for words, answer in told.items():
-            between.answer = answer
-            person.reads(f"not waker {words}. Checking…")
-        between.answer = None
-        person.has_focus("passphrase").enters(PASSPHRASE).reads("Started in")
-
-
-@everywhere
-def test_the_oldest_engine_brings_the_server_up(api: Client) -> None:
-    """Chromium 108, without what Safari 15.4 lacks."""
-    with qt("6.5", OLD_SAFARI) as engine:
-        person = Person(engine, api)
-        walk(person)
-        assert engine.run("!AbortSignal.timeout && !document.body.checkVisibility")
-        assert_it_looks_right(engine)
-
-
-@everywhere
-def test_the_oldest_engine_cancels_a_start(config: waker.Config) -> None:
-    asleep = config._replace(mac=waker.Mac(b"\0" * 6))
-    with running(asleep) as client, qt("6.5", OLD_SAFARI) as engine:
-        cancel(Person(engine, client))
-        assert_it_looks_right(engine)
-
-
-@everywhere
-def test_a_browser_that_is_too_old_is_told_so(api: Client) -> None:
-    """Chromium 90."""
-    with qt("6.2") as engine:
-        engine.open(f"http://127.0.0.1:{api.port}/")
-        person = Person(engine, api)
-        person.reads("This browser is too old for this page: update it, or use")
-        assert not engine.run(
-            "[...document.querySelectorAll('button, input')]"
-            ".filter((e) => e.getClientRects().length).length"
-        )

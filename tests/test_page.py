@@ -11,7 +11,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,12 @@ from conftest import (
     PASSPHRASE,
     PIN,
     Client,
-    each,
     need,
     new_app,
     running,
     serving,
 )
+from engines import listening
 from homelab import Homelab
 from playwright.sync_api import Browser, Playwright, expect, sync_playwright
 from stage import (
@@ -417,37 +416,23 @@ def test_while_requests_hang_one_more_is_sent_and_what_is_shown_is_called_old(
                 phone.sees("locked").is_current()
 
 
-# While an answer is under way: what happens, the late answer, and what is still shown.
-LATE: dict[str, tuple[Callable[[Phone], Phone], int, object, str]] = {
-    "an older status": (
-        lambda phone: phone.tell("up").wait(3.5).sees("up"),
-        *(200, OLD, "up"),
-    ),
-    "a status from before a start": (
-        lambda phone: phone.ignore("status").answer("start", 200, STARTED).start(),
-        *(200, OLD, "starting"),
-    ),
-    "the end of an older token": (
-        lambda phone: phone.expire().wait(3.5).sees("pin").tell("off").give_pin(),
-        *(401, {"error": "Expired"}, "off"),
-    ),
-}
-
-
-@each("happens status body view", LATE)
-def test_a_late_answer_changes_nothing(
-    phone: Phone,
-    happens: Callable[[Phone], Phone],
-    status: int,
-    body: object,
-    view: str,
-) -> None:
-    phone.stop_clock().tell("off").open().give_pin().sees("off")
-    late = phone.hold("status").look().take_held()
-    happens(phone).sees(view).ignore("status")
-    with phone.page.expect_event("requestfinished"):
-        late.fulfill(status=status, json=body, headers=WAKERS)
-    phone.wait(0.5).sees(view)
+def test_a_late_answer_changes_nothing(phone: Phone) -> None:
+    phone.stop_clock().answer("start", 200, STARTED)
+    expired = {"error": "Expired"}
+    # What happens while the answer is under way, the answer, and what stays.
+    steps: list[tuple[Callable[[], object], int, object, str]] = [
+        (lambda: phone.tell("up").wait(3.5), 200, OLD, "up"),
+        (lambda: phone.ignore("status").start(), 200, OLD, "starting"),
+        (lambda: phone.expire().wait(3.5).tell("off").give_pin(), 401, expired, "off"),
+    ]
+    for happens, status, body, view in steps:
+        phone.tell("off").open().give_pin().sees("off")
+        late = phone.hold("status").look().take_held()
+        happens()
+        phone.sees(view).ignore("status")
+        with phone.page.expect_event("requestfinished"):
+            late.fulfill(status=status, json=body, headers=WAKERS)
+        phone.wait(0.5).sees(view)
 
 
 # Record twenty times a second what is visible, and where.
@@ -733,12 +718,7 @@ def test_a_hidden_page_sends_no_requests_and_hides_what_is_shown(
     """Without Playwright's defaults, which make every page visible all the time."""
     command = [need(*CHROMIUM), "--headless", "--no-sandbox", "about:blank"]
     command += ["--remote-debugging-port=0", f"--user-data-dir={tmp_path}/profile"]
-    with contextlib.ExitStack() as stack:
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        stack.enter_context(process)
-        stack.callback(process.kill)
-        assert process.stderr
-        address = next(line.split()[-1] for line in process.stderr if "ws://" in line)
+    with listening(command) as address:
         browser = playwright.chromium.connect_over_cdp(address, no_defaults=True)
         page, other = browser.contexts[0].pages[0], browser.contexts[0].new_page()
         phone = Phone(page, api)

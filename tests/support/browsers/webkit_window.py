@@ -18,8 +18,6 @@ from gi.repository import Gtk, WebKit2  # noqa: E402 - after the versions are ch
 console = os.open(os.environ["CONSOLE"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 os.dup2(console, 1)
 Gtk.init(sys.argv)
-dark = os.environ.get("SCHEME") == "dark"
-Gtk.Settings.get_default().set_property("gtk-application-prefer-dark-theme", dark)
 context = WebKit2.WebContext()
 context.set_automation_allowed(True)
 
