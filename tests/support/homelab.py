@@ -13,10 +13,12 @@ import os
 import socket
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from ipaddress import IPv4Address
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 import paramiko
 from paramiko import common
@@ -27,6 +29,7 @@ import waker
 paramiko.util.get_logger("paramiko").setLevel("CRITICAL")  # it logs every hang-up
 DROPBEAR = "SSH-2.0-dropbear_2022.83"
 OPENSSH = "SSH-2.0-OpenSSH_9.2p1 Debian-2+deb12u7"
+REJECTION = b"cryptsetup failed, bad password or options?"
 
 
 def new_key() -> paramiko.ECDSAKey:
@@ -47,29 +50,58 @@ def bind(address: str, port: int) -> socket.socket:
     return taken
 
 
-class Blackhole:
-    """A port that swallows connections: a listener whose queue stays full."""
+@contextlib.contextmanager
+def blackhole(address: str, port: int) -> Iterator[None]:
+    """Let a port swallow connections, by a listener whose queue stays full."""
+    with bind(address, port) as listener, socket.socket() as filler:
+        listener.listen(0)
+        filler.setblocking(False)  # somebody else may have filled it before
+        filler.connect_ex((address, port))
+        yield
 
-    def __init__(self, address: str, port: int) -> None:
-        self._listener = bind(address, port)
-        self._listener.listen(0)
-        self._filler = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._filler.setblocking(False)  # somebody else may have filled it before
-        self._filler.connect_ex((address, port))
 
-    def close(self) -> None:
-        self._filler.close()
-        self._listener.close()
+@contextlib.contextmanager
+def tcp_server(
+    serve: Callable[[socket.socket], object], address: str = "127.0.0.1", port: int = 0
+) -> Iterator[int]:
+    """Listen, and pass each connection to `serve`, in turn; yields the port."""
+    listener = bind(address, port)
+    listener.listen()
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):  # closed, or the client has gone
+            while True:
+                serve(listener.accept()[0])
+
+    Thread(target=accept, daemon=True).start()
+    try:
+        yield int(listener.getsockname()[1])
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
 
 
 @dataclass
-class Session(paramiko.ServerInterface):
-    """One SSH connection: who may log in, and what a command does."""
+class SshServer(paramiko.ServerInterface):
+    """An SSH server. If it has a passphrase, any command unlocks one disk."""
 
-    server: "SshServer"
+    keys: Sequence[paramiko.PKey]
+    version: str = DROPBEAR
+    authorized: str = ""  # the public key that may log in as root
+    passphrase: str = ""
+    is_open: Event = field(default_factory=Event)  # the disk
+    transport: Any = None  # of the last connection
+
+    def serve(self, connection: socket.socket) -> None:
+        self.transport = transport = paramiko.Transport(connection)
+        transport.local_version = self.version
+        for key in self.keys:
+            transport.add_server_key(key)
+        with contextlib.suppress(paramiko.SSHException, EOFError):
+            transport.start_server(Event(), self)
 
     def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
-        known = (username, public_line(key)) == ("root", self.server.authorized)
+        known = (username, public_line(key)) == ("root", self.authorized)
         return common.AUTH_SUCCESSFUL if known else common.AUTH_FAILED
 
     def check_channel_request(self, kind: str, chanid: int) -> int:
@@ -78,68 +110,25 @@ class Session(paramiko.ServerInterface):
     def check_channel_exec_request(
         self, channel: paramiko.Channel, command: bytes
     ) -> bool:
-        run, arguments = self.server.run, (channel, command)
-        Thread(target=run, args=arguments, daemon=True).start()
+        Thread(target=self._run, args=(channel,), daemon=True).start()
         return True
 
-
-@dataclass
-class SshServer:
-    """An SSH server on one port. If it has a passphrase, it unlocks one disk."""
-
-    listener: socket.socket
-    host_key: paramiko.PKey
-    ident: str
-    authorized: str = ""
-    passphrase: str = ""
-
-    def __post_init__(self) -> None:
-        self.ended = Event()  # set when the disk is open, and that was said
-        self._is_open = False
-        self._transports: list[paramiko.Transport] = []
-        self.listener.listen(16)
-        Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                transport = paramiko.Transport(self.listener.accept()[0])
-                transport.local_version = self.ident
-                transport.add_server_key(self.host_key)
-                self._transports.append(transport)
-                with contextlib.suppress(paramiko.SSHException, EOFError):
-                    transport.start_server(Event(), Session(self))
-
-    def run(self, channel: paramiko.Channel, command: bytes) -> None:
-        """Run a command for a client, as its login shell would."""
-        status = 127  # there is no such command
+    def _run(self, channel: paramiko.Channel) -> None:
         with contextlib.suppress(OSError, EOFError):  # the client has gone
-            if self.passphrase and command == b"cryptroot-unlock":
-                status = self._unlock(channel)
-            channel.send_exit_status(status)
+            channel.send_exit_status(self.run(channel))
             channel.shutdown_write()  # to close might overtake "the command has begun"
-            if self._is_open:
-                self.ended.set()
 
-    def _unlock(self, channel: paramiko.Channel) -> int:
+    def run(self, channel: paramiko.Channel) -> int:
         """Act as `cryptroot-unlock` of cryptsetup-initramfs 2.6.1."""
-        if self._is_open:
+        if self.is_open.is_set() or not self.passphrase:
             return 0
         channel.sendall(b"Please unlock disk cryptroot\n")
-        self._is_open = channel.makefile("rb").read() == self.passphrase.encode()
-        if self._is_open:
-            channel.sendall(b"cryptsetup: cryptroot set up successfully\n")
-            return 0
-        channel.sendall(b"cryptsetup: cryptsetup failed, bad password or options?\n")
-        return 1
-
-    def close(self) -> None:
-        """Hang up on everybody."""
-        with contextlib.suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
-        for transport in self._transports:
-            transport.close()
+        is_right = channel.makefile("rb").read() == self.passphrase.encode()
+        result = b"cryptroot set up successfully" if is_right else REJECTION
+        channel.sendall(b"cryptsetup: %s\n" % result)
+        if is_right:
+            self.is_open.set()
+        return 1 - is_right
 
 
 @dataclass
@@ -158,7 +147,6 @@ class Homelab:
         client_key, self._initrd_key, self._system_key = (new_key() for _ in range(3))
         client_key.write_private_key_file(str(self.ssh_key))
         self._authorized = public_line(client_key)
-        self.host_key = public_line(self._initrd_key)
         self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._udp.settimeout(0.05)
         self._udp.bind(("", self.packet_port))  # an address would exclude broadcasts
@@ -181,48 +169,49 @@ class Homelab:
             "WAKER_INITRD_SSH_PORT": str(self.initrd_port),
             "WAKER_SYSTEM_SSH_PORT": str(self.system_port),
             "WAKER_SSH_KEY": str(self.ssh_key),
-            "WAKER_SSH_HOST_KEY": self.host_key,
+            "WAKER_SSH_HOST_KEY": public_line(self._initrd_key),
         }
 
     def obey(self, descriptor: int) -> None:
         """Cut the power of the running machine at each input, until that ends."""
         while os.read(descriptor, 1024):
-            if not self._off.is_set():
-                self._power_cut.set()
+            self._power_cut.set()
 
     def _live(self) -> None:
-        wanted = b"\xff" * 6 + bytes.fromhex(self.mac.replace(":", "")) * 16
         while not self._closed.is_set():
-            ports = self.initrd_port, self.system_port
-            holes = [Blackhole(self.address, port) for port in ports]
-            self._off.set()
-            while not self._closed.is_set():
-                with contextlib.suppress(TimeoutError):
-                    if self._udp.recv(2048) == wanted:
-                        break
-            self._off.clear()
-            for hole in holes:
-                hole.close()
-            self._run()
+            self._sleep()
             self._power_cut.clear()
-            with contextlib.suppress(TimeoutError):
-                while True:  # what came while it was awake wakes nobody later
-                    self._udp.recv(2048)
+            if not self._closed.is_set():
+                self._run()
+
+    def _sleep(self) -> None:
+        """Be off until the magic packet comes."""
+        wanted = b"\xff" * 6 + bytes.fromhex(self.mac.replace(":", "")) * 16
+        received = b"x"
+        with contextlib.suppress(TimeoutError):
+            while True:  # what came while it was awake wakes nobody later
+                self._udp.recv(2048)
+        with contextlib.ExitStack() as holes:
+            for port in (self.initrd_port, self.system_port):
+                holes.enter_context(blackhole(self.address, port))
+            self._off.set()
+            while received != wanted and not self._closed.is_set():
+                with contextlib.suppress(TimeoutError):
+                    received = self._udp.recv(2048)
 
     def _run(self) -> None:
         """Boot, wait for the passphrase, boot on, and be up until the power is cut."""
         self._power_cut.wait(self.pace)
-        listener, key = bind(self.address, self.initrd_port), self._initrd_key
-        initrd = SshServer(listener, key, DROPBEAR, self._authorized, self.passphrase)
-        with contextlib.closing(initrd):
-            while not (self._power_cut.is_set() or initrd.ended.wait(0.05)):
+        key, is_cut = self._initrd_key, self._power_cut.is_set
+        initrd = SshServer([key], DROPBEAR, self._authorized, self.passphrase)
+        with tcp_server(initrd.serve, self.address, self.initrd_port):
+            while not (is_cut() or initrd.is_open.wait(0.05)):
                 pass
-        if not initrd.ended.is_set():
-            return
         self._power_cut.wait(self.pace)
-        listener = bind(self.address, self.system_port)
-        with contextlib.closing(SshServer(listener, self._system_key, OPENSSH)):
-            self._power_cut.wait()
+        if not is_cut():
+            system = SshServer([self._system_key], OPENSSH)
+            with tcp_server(system.serve, self.address, self.system_port):
+                self._power_cut.wait()
 
     def close(self) -> None:
         """Take the machine away."""

@@ -26,8 +26,8 @@ from conftest import (
     shortened,
     wait_for,
 )
-from homelab import Blackhole, bind
-from ssh_servers import ALONE, AS_USER_1, Settings, process, run_unlock
+from homelab import bind, blackhole
+from ssh_servers import ALONE, AS_USER_1, Settings, process
 
 MAC = MACHINE["WAKER_HOMELAB_MAC"]
 PACKET = b"\xff" * 6 + bytes.fromhex(MAC.replace(":", "")) * 16
@@ -85,8 +85,7 @@ class Machine:
         self._shown.close()
         for port, state in ((self.initrd_port, initrd), (self.system_port, system)):
             if state == SILENT:
-                hole = Blackhole("127.0.0.1", port)
-                self._shown.callback(hole.close)
+                self._shown.enter_context(blackhole("127.0.0.1", port))
             if state == OPEN:
                 listener = self._shown.enter_context(bind("127.0.0.1", port))
                 listener.listen(99)
@@ -181,12 +180,6 @@ class Machine:
         with self.waker(**limits) as started:
             assert started.client.start().status == 200
             yield started.client
-
-    def unlock(
-        self, given: str = PASSPHRASE, seconds: int = 60, /, **others: str
-    ) -> dict[str, Any]:
-        """Run `waker unlock`; returns its result, whose form is always the same."""
-        return run_unlock(self.settings(**others), given, seconds)
 
     def close(self) -> None:
         self._shown.close()

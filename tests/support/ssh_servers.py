@@ -8,8 +8,7 @@ import re
 import signal
 import socket
 import subprocess
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,9 @@ from conftest import (
     run_waker,
     wait_for,
 )
-from homelab import bind, new_key, public_line
+from homelab import new_key, public_line, tcp_server
 
 Settings = dict[str, str]
-Serve = Callable[[socket.socket], object]
 # Whoever tests without root is root in a namespace, but may not set a user's groups
 # there. So SSH servers are user 1 in a namespace within, and everybody's files are his.
 AS_USER_1 = "unshare --user --map-user=1 --map-group=1"
@@ -68,25 +66,6 @@ def settings_at(
     return {f"WAKER_{name}": str(value) for name, value in (values | others).items()}
 
 
-@contextlib.contextmanager
-def tcp_server(serve: Serve, address: str = "127.0.0.1") -> Iterator[int]:
-    """Listen, and pass each connection to `serve`, in turn; yields the port."""
-    listener = bind(address, 0)
-    listener.listen()
-
-    def accept() -> None:
-        with contextlib.suppress(OSError):  # closed, or the client has gone
-            while True:
-                serve(listener.accept()[0])
-
-    threading.Thread(target=accept, daemon=True).start()
-    try:
-        yield int(listener.getsockname()[1])
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-
-
 def says(banner: bytes) -> contextlib.AbstractContextManager[int]:
     """Listen, and send each client a banner; yields the port."""
     return tcp_server(lambda tcp: tcp.sendall(banner))
@@ -116,23 +95,33 @@ def process(port: int, script: str, *options: str) -> Iterator[subprocess.Popen[
                 server.kill()
 
 
-def run_unlock(settings: Settings, given: str, seconds: int = 60) -> dict[str, Any]:
+def run_unlock(
+    settings: Settings,
+    given: str = PASSPHRASE,
+    seconds: int = 60,
+    program: Sequence[str] = MODULE,
+) -> dict[str, Any]:
     """Run `waker unlock`; returns its result, whose form is always the same."""
-    command = "unlock", "--seconds", str(seconds)
-    ended = run_waker(*command, settings=settings, given=given)
+    command = "unlock", f"--seconds={seconds}"
+    ended = run_waker(*command, settings=settings, given=given, program=program)
     assert ended.stderr == ""
     *sent, result = map(json.loads, ended.stdout.splitlines())
     assert result.keys() == {"outcome", "sent", "message", "hint"}
-    assert all(line == {"sent": True} for line in sent)
+    assert sent == [{"sent": True}] * len(sent)
     assert result["sent"] == bool(sent)
     is_right = result["outcome"] in ("unlocked", "already_open", "up")
     assert ended.returncode == (0 if is_right else 1)
     return dict(result)
 
 
-def unlock(settings: Settings, given: str = PASSPHRASE, seconds: int = 60) -> str:
+def unlock(
+    settings: Settings,
+    given: str = PASSPHRASE,
+    seconds: int = 60,
+    program: Sequence[str] = MODULE,
+) -> str:
     """Run `waker unlock`; returns the outcome, the message and the hint."""
-    result = run_unlock(settings, given, seconds)
+    result = run_unlock(settings, given, seconds, program)
     words = f"{result['outcome']}:", result["message"], result["hint"]
     return " ".join(filter(None, words))
 
@@ -173,13 +162,16 @@ DEFAULT = "env", "--default-signal=INT,HUP"  # nohup would ignore them
 
 @contextlib.contextmanager
 def unlocking(
-    settings: Settings, seconds: int = 60, by: Sequence[str] = DEFAULT
+    settings: Settings,
+    seconds: int = 60,
+    by: Sequence[str] = DEFAULT,
+    program: Sequence[str] = MODULE,
 ) -> Iterator[Unlocking]:
     """Run `waker unlock`; whoever wants it to begin must give it a passphrase."""
     output, its = os.pipe()
     os.write(its, b"\n" * fcntl.fcntl(its, fcntl.F_SETPIPE_SZ, 1))
     with subprocess.Popen(
-        [*by, *MODULE, "unlock", f"--seconds={seconds}"],
+        [*by, *program, "unlock", f"--seconds={seconds}"],
         cwd=CHECKOUT,
         env=environment(settings),
         stdin=subprocess.PIPE,
@@ -196,10 +188,13 @@ def unlocking(
 
 @contextlib.contextmanager
 def about_to_send(
-    settings: Settings, given: str = PASSPHRASE, seconds: int = 60
+    settings: Settings,
+    given: str = PASSPHRASE,
+    seconds: int = 60,
+    program: Sequence[str] = MODULE,
 ) -> Iterator[Unlocking]:
     """Run `waker unlock` until a disk has asked, and nothing was sent yet."""
-    with unlocking(settings, seconds) as child:
+    with unlocking(settings, seconds, program=program) as child:
         child.give(given)
         wait_for(child.is_about_to_send)
         yield child
