@@ -327,11 +327,10 @@ def run_waker(
     settings: Mapping[str, str] | None = None,
     given: str = "",
     by: Sequence[str] = (),
-    program: Sequence[str] = MODULE,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command of waker.py to its end, perhaps by another command."""
     return subprocess.run(
-        [*by, *program, *arguments],
+        [*by, *MODULE, *arguments],
         cwd=CHECKOUT,
         env=environment(settings or {}),
         input=given,

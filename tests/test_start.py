@@ -1,13 +1,11 @@
 """A start: wake, wait, unlock and watch, and what goes wrong on the way."""
 
-import contextlib
 import gc
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,12 +14,10 @@ from typing import Any
 import pytest
 from conftest import (
     PASSPHRASE,
-    PIN,
     UNLOCK,
     daemon,
     each,
     is_open,
-    new_app,
     serving,
     shortened,
     wait_for,
@@ -36,6 +32,7 @@ from machine import (
     SLOWLY,
     SOON,
     Machine,
+    app_of,
     slow_to_open,
     wait_until,
     wait_until_shown,
@@ -298,19 +295,14 @@ def test_nothing_is_sent_once_the_daemon_has_died(machine: Machine) -> None:
 # ---- What cannot begin, and failures of the box --------------------------------------
 
 
-def app_of(machine: Machine, **others: str) -> waker.App:
-    settings = machine.settings(**others)
-    config = waker.read_config(settings | {"WAKER_PIN": PIN}, machine.folder)
-    return new_app(config._replace(packet_port=machine.packet_port), settings)
-
-
 def test_a_start_that_cannot_unlock_wakes_nothing(machine: Machine) -> None:
     """But an unlock of a system that is up is a success, even if waker cannot."""
     for pin, problem in (
         ("", "no host key is pinned"),
         (machine.settings()["WAKER_SSH_HOST_KEY"], "SSH key .* is missing"),
     ):
-        with serving(app_of(machine, SSH_HOST_KEY=pin)) as client:
+        settings = machine.settings(SSH_HOST_KEY=pin)
+        with serving(app_of(machine, settings)) as client:
             client.log_in()
             if pin:
                 machine.ssh_key.unlink()
@@ -322,7 +314,8 @@ def test_a_start_that_cannot_unlock_wakes_nothing(machine: Machine) -> None:
             assert client.status()["start"] is None
     assert machine.packets() == []
     machine.show(CLOSED, OPEN)
-    with serving(app_of(machine, SSH_HOST_KEY="")) as client:
+    settings = machine.settings(SSH_HOST_KEY="")
+    with serving(app_of(machine, settings)) as client:
         answer = client.log_in().unlock()
     assert answer.status == 200
     assert "not sent" in answer.json["message"]
@@ -340,7 +333,7 @@ def is_forgotten() -> bool:
 
 def test_the_passphrase_is_forgotten_once_the_unlock_ends(machine: Machine) -> None:
     machine.ask(f"{SOON}; disk root")
-    with serving(app_of(machine)) as client:
+    with serving(app_of(machine, machine.settings())) as client:
         client.log_in().start()
         wait_for(machine.commands)
         assert not is_forgotten()
@@ -366,25 +359,18 @@ class Scripted(waker.Watcher):
 
 
 def starter_of(machine: Machine) -> tuple[waker.Starter, Scripted]:
-    config = app_of(machine).config
+    config = app_of(machine, machine.settings()).config
     watcher = Scripted(config)
     return waker.Starter(config, watcher, (UNLOCK, {})), watcher
 
 
-@contextlib.contextmanager
-def start_of(starter: waker.Starter, ago: float = 0) -> Iterator[None]:
-    """Begin a start, and wait for its end."""
-    others = {*threading.enumerate()}
-    began = time.monotonic() - ago
-    starter.begin(waker.Passphrase(PASSPHRASE), began, waits=True)
-    threads = {*threading.enumerate()} - others
-    yield
-    for thread in threads:
-        thread.join()
-
-
-def members(starter: waker.Starter) -> Any:
-    """Return what the status says of the starts."""
+def run_start(starter: waker.Starter, ago: float = 0, *, cancel: bool = False) -> Any:
+    """Run a start to its end; returns what the status says of the starts."""
+    others = threading.active_count()
+    starter.begin(waker.Passphrase(PASSPHRASE), time.monotonic() - ago, waits=True)
+    if cancel:
+        starter.cancel()
+    wait_for(lambda: threading.active_count() <= others)
     return starter.report(time.monotonic(), OFF)
 
 
@@ -398,10 +384,8 @@ def test_the_usual_time_is_the_median_of_the_last_five(machine: Machine) -> None
         *((ago, [OFF, UP]) for ago in (600, 500, 10, 550, 510, 20)),
     ):
         watcher.states = [*found]
-        with start_of(starter, ago):
-            if UP not in found:
-                starter.cancel()
-        seen.append((members(starter)["usual_seconds"] or 0) // 10)
+        shown = run_start(starter, ago, cancel=UP not in found)
+        seen.append((shown["usual_seconds"] or 0) // 10)
     assert seen == [0, 0, 60, 60, 50, 55, 51, 50]
 
 
@@ -419,9 +403,7 @@ def test_a_bug_ends_a_start_and_the_next_may_begin(machine: Machine) -> None:
     starter, watcher = starter_of(machine)
     for kind, words in ((type, "bug: Bug.*was not sent"), (Unnamed, "")) * 2:
         watcher.error = kind("Bug", (Exception,), {})
-        with start_of(starter):
-            pass
-        start = members(starter)["start"]
+        start = run_start(starter)["start"]
         assert (start["phase"], start["sent"]) == ("failed", False)
         assert re.search(words, start["message"])
 
@@ -432,12 +414,10 @@ def test_a_start_that_gets_no_thread_has_not_begun(machine: Machine) -> None:
     for shown in (None, "done"):  # what is shown stays
         usual = threading.stack_size(1 << 46)  # bytes: more than any system has
         try:
-            with pytest.raises(waker.Fault, match="Too busy"), start_of(starter):
-                pass
+            with pytest.raises(waker.Fault, match="Too busy"):
+                run_start(starter)
         finally:
             threading.stack_size(usual)
-        start = members(starter)["start"]
+        start: Any = starter.report(time.monotonic(), OFF)["start"]
         assert (start and start["phase"]) == shown
-        with start_of(starter):
-            pass
-        assert members(starter)["start"]["phase"] == "done"
+        assert run_start(starter)["start"]["phase"] == "done"

@@ -26,6 +26,7 @@ from conftest import (
     need,
     preload,
     run_waker,
+    serving,
     shortened,
     wait_for,
 )
@@ -39,7 +40,19 @@ from homelab import (
     public_line,
     tcp_server,
 )
-from machine import CLOSED, ONCE, OPEN, SLOWLY, SOON, WARNS, Machine, wait_until
+from machine import (
+    CLOSED,
+    ONCE,
+    OPEN,
+    SILENT,
+    SLOWLY,
+    SOON,
+    WARNS,
+    Machine,
+    app_of,
+    wait_for_state,
+    wait_until,
+)
 from namespaces import Home, ip
 from paramiko.common import (
     AUTH_SUCCESSFUL,
@@ -50,7 +63,6 @@ from ssh_servers import (
     HOST_KEY,
     about_to_send,
     free_port,
-    run_unlock,
     says,
     settings_at,
     unlock,
@@ -73,33 +85,41 @@ class Unlock(NamedTuple):
     sent: int = 0
     words: str = ""
     given: str = PASSPHRASE
+    settings: dict[str, str] = {}  # noqa: RUF012 - nobody changes it
 
 
 SAYS = "echo cryptroot-unlock:"  # as our script for systemd does
 GAVE_UP = f"{SAYS} gave up on root; exit 1"
 THIRD = "echo cryptsetup: maximum number of tries exceeded for root"
-SILENT = "echo Error: Timeout reached while waiting for"
+UNASKED = "echo Error: Timeout reached while waiting for"
 ROOT = "asks root; take; opens root"
+OTHER_PIN = {"SSH_HOST_KEY": public_line(OTHER_KEY)}
+OTHER_USER = {"SSH_USER": "nobody"}
 # It may take long to ask, but nobody waits as long for another disk or for the end.
 SLOW = f"[ -e root.open ] && sleep 60; sleep 2; {ONCE}; {ROOT}; sleep 60"
 # Somebody tries a passphrase before the prompt, and opens a disk after it.
 CONSOLE = f"{ONCE}; ({WARNS}; rejects) 2>&1; asks root; take; opens data; opens root"
-# By outcome. REACHED, below, has more of them.
+# By outcome.
 UNLOCKS = {
     "unlocked": (
         Unlock("two disks", "disk root; disk data", 2, "root.*data"),
         Unlock("slow", SLOW, 1, "root"),
-        Unlock("console", CONSOLE, 1, r"^Unlocked: root\. None$"),  # without a hint
+        Unlock("console", CONSOLE, 1, "root"),
         Unlock("had given up on another", f"disk data; {GAVE_UP}", 1, "data"),
     ),
-    "already_open": (Unlock("all open", f"{SAYS} every disk is open", 0, "open"),),
+    "already_open": (
+        Unlock("ours", f"{SAYS} every disk is open"),
+        Unlock("Debian's", "exit 0"),
+    ),
+    "up": (Unlock("booted", f"{SAYS} the system has booted"),),
     "wrong_passphrase": (
         Unlock("second disk", "disk root; asks data; take; rejects", 2, "data.*root"),
         Unlock("third time", f"asks root; take; {THIRD}", 1, "root"),
+        Unlock("warned", f"asks root; take; {WARNS}; rejects", 1, "root.*give up"),
         Unlock("passphrase in name", "asks my-x1; take; rejects", 1, "hidden", "x1"),
     ),
     "not_confirmed": (
-        Unlock("slow key derivation", f"asks root; take; {SILENT} PID 9.; exit 1", 1),
+        Unlock("slow key derivation", f"asks root; take; {UNASKED} PID 9.; exit 1", 1),
         Unlock("hangs up", "asks root; take; kill -9 $PPID", 1, "did not confirm"),
         Unlock("silent", "asks root; take; sleep 60", 1),
         Unlock("opens another", f"{ONCE}; asks root; take; opens data; exit 1", 1),
@@ -113,20 +133,29 @@ UNLOCKS = {
             "gives up", f"disk data; asks root; take; {GAVE_UP}", 2, "gave up on.* data"
         ),
     ),
-    "gave_up": (Unlock("systemd", f"asks root; take; {GAVE_UP}", 1, "restart"),),
+    "gave_up": (
+        Unlock("before", f"{SAYS} gave up on root", 0, "restart"),
+        Unlock("after", f"asks root; take; {GAVE_UP}", 1, "restart"),
+    ),
     "not_asked": (
-        Unlock("times out", f"{SILENT} askpass. >&2; exit 1"),
+        Unlock("times out", f"{UNASKED} askpass. >&2; exit 1"),
+        Unlock("too early", "echo Try again later"),
         Unlock("hangs up", "kill -9 $PPID"),
         Unlock("silent", "sleep 60", 0, "no disk asked"),
     ),
     "error": (
         Unlock("not executable", "exit 126", 0, "command"),
+        Unlock("not there", "exit 127", 0, "command"),
         Unlock("cannot", f"{SAYS} a helper is missing; exit 1", 0, "a helper"),
         Unlock(
             "waker 2", "echo waker: asks root; take; exit 1", 0, "put waker 2.1 back"
         ),
         Unlock("passphrase", f"{SAYS} no x1 here; exit 1", 0, "hidden", "x1"),
         Unlock("cut", f"{SAYS} {'x' * 180}{'no' * 30}", 0, "hidden", "no" * 30),
+    ),
+    "host_key_differs": (Unlock("another", "disk root", settings=OTHER_PIN),),
+    "key_refused": (
+        Unlock("user", "", 0, "SHA256:.*nobody.*be locked", settings=OTHER_USER),
     ),
 }
 ROWS = {
@@ -140,89 +169,63 @@ LIMITS = {  # seconds, by the name of a row that waits for them
 }
 
 
+# The answer of POST /api/unlock, and the phase of the start that it began.
+FAILED = 500, "Failed to unlock: ", "failed"
+ANSWERS = {
+    "unlocked": (200, "Unlocked: ", "booting"),
+    "already_open": (200, "all disks seem to be open", "booting"),
+    "up": (200, "the system is up", "done"),
+    "wrong_passphrase": (400, "Wrong passphrase for disk ", "failed"),
+    "not_confirmed": (500, "Not confirmed: (?=.*watch GET /api/status)", "booting"),
+}
+
+
 @each("outcome row", ROWS)
 def test_only_the_initrds_own_words_decide(
     machine: Machine, outcome: str, row: Unlock
 ) -> None:
     """The passphrase is sent only if it asks, once to each disk, and is never shown."""
-    settings = machine.ask(row.script, row.given).settings()
+    settings = machine.ask(row.script, row.given).settings(**row.settings)
     program = shortened(machine.folder, **LIMITS.get(row.name, {}))
     seconds = 10 if row.name == "silent" else 40  # of which 5 are left to report
-    result = run_unlock(settings, row.given, seconds, program)
-    assert (result["outcome"], result["sent"]) == (outcome, bool(row.sent))
-    assert re.search(row.words, f"{result['message']} {result['hint']}")
+    command = *program, "unlock", f"--seconds={seconds}"
+    with serving(app_of(machine, settings, command)) as client:
+        answer = client.log_in().unlock(row.given)
+        status, begins, phase = ANSWERS.get(outcome, FAILED)
+        start = wait_until(client, phase)
+    assert answer.status == status
+    text = answer.json["message"] if status == 200 else answer.error
+    assert re.match(f"{begins}.*{row.words}", text)
+    assert (start["outcome"], start["sent"]) == (outcome, bool(row.sent))
+    assert start["message"].rstrip(".") in text
+    assert ("give up" in row.words) == bool(start["hint"] and start["hint"] in text)
     assert machine.received() == [row.given.encode()] * row.sent
     # waker's key can be limited to this.
-    assert {*machine.commands()} == {"cryptroot-unlock"}
+    assert {*machine.commands()} <= {"cryptroot-unlock"}
     if "hidden" in row.words:
-        assert row.given not in result["message"]
+        assert row.given not in text
     # People read whether it was sent, unless the words imply it.
     if outcome not in ("unlocked", "wrong_passphrase"):
-        assert ("not sent" in result["message"]) == (not row.sent)
-        assert "sent" in result["message"]
+        assert ("not sent" in text) == (not row.sent)
+        assert "sent" in text
 
 
-class Reach(NamedTuple):
-    """An initrd, the answer of POST /api/unlock, and the phase that it gets to."""
-
-    script: str
-    status: int
-    words: str
-    phase: str
-    settings: dict[str, str] = {}  # noqa: RUF012 - nobody changes it
+FORGOTTEN = {"gave_up": {}, "host_key_differs": OTHER_PIN}
 
 
-FAILED = "Failed to unlock: .*was not sent"
-LOCKED_OUT = f"{FAILED[:-12]}SHA256:.*nobody.*may be locked.*was not sent"
-OTHER_PIN = {"SSH_HOST_KEY": public_line(OTHER_KEY)}
-REACHED = {
-    "unlocked": Reach("disk root", 200, "Unlocked: root", "booting"),
-    "already_open": Reach("", 200, "all disks.*open.*not sent", "booting"),
-    "up": Reach(f"{SAYS} the system has booted", 200, "the.*up.*not sent", "done"),
-    "wrong_passphrase": Reach(
-        *(f"asks root; take; {WARNS}; rejects", 400),
-        *("Wrong passphrase.*root.*give up", "failed"),
-    ),
-    "not_confirmed": Reach(
-        *("asks root; take", 500, "Not confirmed: .*was sent.*GET /api/status"),
-        "booting",
-    ),
-    "not_asked": Reach("echo Try again later", 500, FAILED, "failed"),
-    "gave_up": Reach(f"{SAYS} gave up on root", 500, FAILED, "failed"),
-    "error": Reach("exit 127", 500, FAILED, "failed"),
-    "host_key_differs": Reach("disk root", 500, FAILED, "failed", OTHER_PIN),
-    "key_refused": Reach("", 500, LOCKED_OUT, "failed", {"SSH_USER": "nobody"}),
-}
-
-
-@each("outcome row", {name: (name, row) for name, row in REACHED.items()})
-def test_each_outcome_reaches_client_and_status(
-    machine: Machine, outcome: str, row: Reach
+@pytest.mark.parametrize("outcome", FORGOTTEN)
+def test_a_failed_start_is_forgotten_once_the_system_is_up(
+    machine: Machine, outcome: str
 ) -> None:
-    """A failed start is forgotten once the system is up, but not an alarm."""
-    settings = machine.ask(row.script).settings(**row.settings)
-    with machine.waker(settings) as started:
-        client = started.client
-        answer = client.unlock()
-        assert answer.status == row.status
-        text = answer.json["message"] if row.status == 200 else answer.error
-        assert re.match(row.words, text)
-        if row.status == 200:
-            assert answer.json == {"success": True, "message": text}
-        start = wait_until(client, row.phase)
-        is_sent = bool(machine.received())
-        assert (start["outcome"], start["sent"]) == (outcome, is_sent)
-        assert start["message"].rstrip(".") in text
-        assert (start["hint"] or "") in text
-        if row.phase == "failed":
-            # Any listener could open the port, and erase an alarm.
-            is_alarm = outcome == "host_key_differs"
-            machine.show(CLOSED, OPEN)
-            seen = wait_for(client.status, lambda now: now["state"] == "up", pause=0.2)
-            assert (seen["start"] is not None) == is_alarm
-            machine.show()  # what is forgotten does not come back
-            seen = wait_for(client.status, lambda now: now["state"] == "off", pause=0.2)
-            assert (seen["start"] is not None) == is_alarm
+    """But not an alarm: any listener could open the port, and erase it."""
+    settings = machine.ask(f"{SAYS} gave up on root").settings(**FORGOTTEN[outcome])
+    with serving(app_of(machine, settings)) as client:
+        client.log_in().unlock()
+        for ports, state in (((CLOSED, OPEN), "up"), ((SILENT, SILENT), "off")):
+            machine.show(*ports)  # what is forgotten does not come back
+            start = wait_for_state(client, state)["start"]
+            shown = start and start["outcome"]
+            assert shown == (outcome if outcome == "host_key_differs" else None)
 
 
 # ---- The passphrase ------------------------------------------------------------------
@@ -233,7 +236,7 @@ def test_a_passphrase_is_sent_as_it_was_given(machine: Machine) -> None:
     odd = ODD_PASSPHRASE
     assert len(odd.encode()) == 512
     settings = machine.ask("disk root", odd).settings()
-    assert run_unlock(settings, f"{odd}\n")["outcome"] == "unlocked"
+    assert unlock(settings, f"{odd}\n") == "unlocked: Unlocked: root."
     assert machine.received() == [odd.encode()]
     with machine.ask("disk root", odd).waker() as started:
         assert started.client.unlock(odd).status == 200
@@ -242,9 +245,8 @@ def test_a_passphrase_is_sent_as_it_was_given(machine: Machine) -> None:
 
 @pytest.mark.parametrize("given", ["", "two\n\n", "x" * 2000, "\x07"], ids=len)
 def test_input_that_is_no_passphrase_is_an_error(tmp_path: Path, given: str) -> None:
-    result = run_unlock(settings_at(tmp_path, free_port()), given)
-    assert (result["outcome"], result["sent"]) == ("error", False)
-    assert "512" in result["message"]
+    message = unlock(settings_at(tmp_path, free_port()), given)
+    assert re.match("error: .* 1 to 512 bytes .* not sent", message)
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGHUP])

@@ -22,7 +22,7 @@ from conftest import (
     wait_for,
 )
 from homelab import DROPBEAR, OPENSSH, bind
-from machine import CLOSED, MAC, OPEN, PACKET, SILENT, Machine
+from machine import CLOSED, MAC, OPEN, PACKET, SILENT, Machine, wait_for_state
 from namespaces import Home, ip, udp_packets
 from ssh_servers import Settings, free_port, says
 
@@ -178,9 +178,9 @@ def test_an_open_system_is_checked_every_8_s_or_if_it_matters(machine: Machine) 
             assert count_connections(system) == 1
             system.close()
             machine.show(OPEN, CLOSED)
-            wait_for(look, lambda now: now["state"] == "locked", seconds=4)
+            wait_for_state(started.client, "locked", 4)
             machine.show(CLOSED, OPEN)
-            wait_for(look, lambda now: now["state"] == "up", seconds=4)
+            wait_for_state(started.client, "up", 4)
             began = time.monotonic()
             machine.show(CLOSED, CLOSED)
             wait_for(lambda: time.monotonic() > began + 1.2)

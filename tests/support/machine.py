@@ -11,7 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,20 @@ import pytest
 from conftest import (
     MACHINE,
     PASSPHRASE,
+    PIN,
+    UNLOCK,
     Client,
     Daemon,
     daemon,
+    environment,
     need,
     shortened,
     wait_for,
 )
 from homelab import bind, blackhole
 from ssh_servers import ALONE, AS_USER_1, Settings, process
+
+import waker
 
 MAC = MACHINE["WAKER_HOMELAB_MAC"]
 PACKET = b"\xff" * 6 + bytes.fromhex(MAC.replace(":", "")) * 16
@@ -187,6 +192,15 @@ class Machine:
             taken.close()
 
 
+def app_of(
+    machine: Machine, settings: Settings, command: Sequence[str] = UNLOCK
+) -> waker.App:
+    """Put the daemon's parts together, for this process, with a command to unlock."""
+    config = waker.read_config(settings | {"WAKER_PIN": PIN}, machine.folder)
+    config = config._replace(packet_port=machine.packet_port)
+    return waker.App(config, (command, environment(settings)))
+
+
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Machine]:
     """A machine that is off."""
@@ -209,6 +223,11 @@ def wait_until(client: Client, phase: str) -> Any:
 def wait_until_shown(client: Client, right: Callable[[Any], object]) -> Any:
     """Wait until the status shows the right start. It has news once a second."""
     return wait_for(lambda: client.status()["start"], right, pause=0.2)
+
+
+def wait_for_state(client: Client, state: str, seconds: float = 50) -> Any:
+    """Wait until the status shows that state; returns the status."""
+    return wait_for(client.status, lambda now: now["state"] == state, seconds, 0.2)
 
 
 @contextlib.contextmanager

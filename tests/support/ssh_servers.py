@@ -95,15 +95,10 @@ def process(port: int, script: str, *options: str) -> Iterator[subprocess.Popen[
                 server.kill()
 
 
-def run_unlock(
-    settings: Settings,
-    given: str = PASSPHRASE,
-    seconds: int = 60,
-    program: Sequence[str] = MODULE,
-) -> dict[str, Any]:
-    """Run `waker unlock`; returns its result, whose form is always the same."""
+def unlock(settings: Settings, given: str = PASSPHRASE, seconds: int = 60) -> str:
+    """Run `waker unlock`; returns the outcome, the message and the hint."""
     command = "unlock", f"--seconds={seconds}"
-    ended = run_waker(*command, settings=settings, given=given, program=program)
+    ended = run_waker(*command, settings=settings, given=given)
     assert ended.stderr == ""
     *sent, result = map(json.loads, ended.stdout.splitlines())
     assert result.keys() == {"outcome", "sent", "message", "hint"}
@@ -111,17 +106,6 @@ def run_unlock(
     assert result["sent"] == bool(sent)
     is_right = result["outcome"] in ("unlocked", "already_open", "up")
     assert ended.returncode == (0 if is_right else 1)
-    return dict(result)
-
-
-def unlock(
-    settings: Settings,
-    given: str = PASSPHRASE,
-    seconds: int = 60,
-    program: Sequence[str] = MODULE,
-) -> str:
-    """Run `waker unlock`; returns the outcome, the message and the hint."""
-    result = run_unlock(settings, given, seconds, program)
     words = f"{result['outcome']}:", result["message"], result["hint"]
     return " ".join(filter(None, words))
 
