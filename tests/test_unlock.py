@@ -1,7 +1,6 @@
 """An unlock over SSH: to which server, at which moment, and what is said of it."""
 
 import contextlib
-import json
 import re
 import signal
 import socket
@@ -24,7 +23,6 @@ from conftest import (
     daemon,
     each,
     need,
-    preload,
     run_waker,
     serving,
     shortened,
@@ -45,7 +43,6 @@ from machine import (
     ONCE,
     OPEN,
     SILENT,
-    SLOWLY,
     SOON,
     WARNS,
     Machine,
@@ -125,7 +122,6 @@ UNLOCKS = {
         Unlock("opens another", f"{ONCE}; asks root; take; opens data; exit 1", 1),
         # Though neither name is shown.
         Unlock("hidden", f"{ONCE}; asks a-x; take; opens b-x; exit 1", 1, given="x"),
-        Unlock("opens early", f"{ONCE}; opens root 2>&1; asks root; take; exit 1", 1),
         Unlock("asks again", "asks root; take; opens root", 1),
         Unlock("17 disks", "n=$(cat received | wc -l); asks $n; take; opens $n", 16),
         # The server may boot without the other disk.
@@ -309,28 +305,19 @@ class Liar(SshServer):
 
     keys: Sequence[paramiko.PKey] = (HOST_KEY,)
     steps: Sequence[str | Step] = ()
-    # It acts at one moment: `login` or `next channel`.
-    moment: str = ""
-    act: "Callable[[Liar], object]" = print
+    login_seconds: float = 0
     window: int = 1 << 20  # bytes that a client may send
     opens: int = OPEN_SUCCEEDED  # or why it opens no channel
     users: list[str] = field(default_factory=list)  # who tried to log in
     received: list[bytes] = field(default_factory=list)
 
-    def _reach(self, moment: str) -> None:
-        if moment == self.moment:
-            with contextlib.suppress(EOFError):  # the client has gone
-                self.act(self)
-
     def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
         self.users.append(username)
         self.transport.default_window_size = self.window
-        self._reach("login")
+        time.sleep(self.login_seconds)
         return AUTH_SUCCESSFUL
 
     def check_channel_request(self, kind: str, chanid: int) -> int:
-        if self.received:
-            self._reach("next channel")
         return self.opens
 
     def check_channel_exec_request(
@@ -459,22 +446,14 @@ def test_a_short_failure_is_survived_and_a_long_one_noticed(
 # ---- Servers that attack -------------------------------------------------------------
 
 
-def freeze(_: Liar) -> None:
-    time.sleep(20)  # seconds; the client disconnects earlier
-
-
-def hang_up(liar: Liar) -> None:
-    liar.transport.close()
-
-
-OPENS = ASKS, reads, OPENED
+HANGS_UP = ASKS, reads, OPENED, lambda channel: channel.get_transport().close()
 # The server leaves no room for the passphrase, and then reports success.
 OPENS_BY_ITSELF = ASKS, lambda _: time.sleep(1), OPENED
 ATTACKS = {
     "endless output": (Liar(steps=["x" * (1 << 16)] * (BIG >> 16)), "not_asked: "),
     "no channel": (Liar(opens=OPEN_FAILED_RESOURCE_SHORTAGE), "not_asked: no disk"),
     "no window": (Liar(steps=OPENS_BY_ITSELF, window=0), "not_confirmed: "),
-    "hangs up": (Liar(steps=OPENS, moment="next channel", act=hang_up), "unlocked"),
+    "hangs up": (Liar(steps=HANGS_UP), "unlocked"),
 }
 
 
@@ -548,35 +527,9 @@ def test_a_box_that_loads_paramiko_slowly(
 ) -> None:
     """It still reports in time, of which less is left to wait for a silent server."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORT)
-    silent = Liar(moment="login", act=freeze)
+    silent = Liar(login_seconds=20)
     hole = blackhole("127.0.0.1", silent_port := free_port())
     with tcp_server(silent.serve) as port, hole:
         settings = settings_at(tmp_path, port if is_answered else silent_port)
         settings["PYTHONPATH"] = str(tmp_path)
         assert re.match("not_asked: ", unlock(settings, seconds=seconds))
-
-
-# The wall clock, an hour ahead as soon as the file that STEPPED names exists.
-CLOCK = r"""
-#include <stdlib.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-int clock_gettime(int id, long *now)
-{
-    int result = syscall(SYS_clock_gettime, id, now);
-    if (id == 0 && access(getenv("STEPPED"), F_OK) == 0)
-        *now += 3600;
-    return result;
-}
-"""
-
-
-def test_a_step_of_the_clock_discards_no_verdict(machine: Machine) -> None:
-    """A box without a clock of its own sets it when it reaches a time server."""
-    stepped = machine.folder / "stepped"
-    machine.ask(SLOWLY.replace("sleep 1", "sleep 1; echo >stepped; sleep 0.5"))
-    clock = preload(machine.folder, CLOCK) | {"STEPPED": str(stepped)}
-    ended = run_waker("unlock", settings=machine.settings() | clock, given=PASSPHRASE)
-    assert stepped.exists()
-    assert json.loads(ended.stdout.splitlines()[-1])["outcome"] == "unlocked"
