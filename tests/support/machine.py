@@ -164,10 +164,6 @@ class Machine:
         }
         return {f"WAKER_{name}": value for name, value in (values | others).items()}
 
-    def one_port(self, port: int) -> Settings:
-        """Return the settings, with this port for the initrd and for the system."""
-        return self.settings(INITRD_SSH_PORT=str(port), SYSTEM_SSH_PORT=str(port))
-
     @contextlib.contextmanager
     def waker(
         self, settings: Settings | None = None, /, **limits: float
