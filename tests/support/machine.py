@@ -4,11 +4,9 @@ Its initrd is dropbear, which runs a shell script of the test's as `cryptroot-un
 """
 
 import contextlib
-import fcntl
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -224,17 +222,3 @@ def wait_until_shown(client: Client, right: Callable[[Any], object]) -> Any:
 def wait_for_state(client: Client, state: str, seconds: float = 50) -> Any:
     """Wait until the status shows that state; returns the status."""
     return wait_for(client.status, lambda now: now["state"] == state, seconds, 0.2)
-
-
-@contextlib.contextmanager
-def slow_to_open(file: Path) -> Iterator[Callable[[], bool]]:
-    """Make whoever opens the file wait. Yields a function: does anybody wait?
-
-    A lease does that: the kernel asks its holder to give it up first, by a signal that
-    is ignored unless there is a handler. Source: fcntl(2).
-    """
-    with file.open("r+b") as leased:
-        set_signal = 10  # F_SETSIG
-        fcntl.fcntl(leased, set_signal, signal.SIGURG)
-        fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        yield lambda: fcntl.fcntl(leased, fcntl.F_GETLEASE) != fcntl.F_WRLCK
