@@ -273,7 +273,6 @@ def test_output_from_before_the_answer_is_not_a_verdict(machine: Machine) -> Non
 
 # ---- To the right server only --------------------------------------------------------
 
-
 Step = Callable[[paramiko.Channel], bytes | None]
 
 
@@ -427,17 +426,13 @@ def test_a_short_failure_is_survived_and_a_long_one_noticed(
 
 # ---- Servers that attack -------------------------------------------------------------
 
-
 HANGS_UP = ASKS, reads, OPENED, lambda channel: channel.get_transport().close()
 # The server leaves no room for the passphrase, and then reports success.
 OPENS_BY_ITSELF = ASKS, lambda _: time.sleep(1), OPENED
 SHORTAGE = common.OPEN_FAILED_RESOURCE_SHORTAGE
 ATTACKS = {
     "endless output": (Liar(steps=["x" * (1 << 16)] * (BIG >> 16)), "not_asked: "),
-    "no channel": (
-        Liar(opens=common.OPEN_FAILED_RESOURCE_SHORTAGE),
-        "not_asked: no disk",
-    ),
+    "no channel": (Liar(opens=SHORTAGE), "not_asked: no disk"),
     "no window": (Liar(steps=OPENS_BY_ITSELF, window=0), "not_confirmed: "),
     "hangs up": (Liar(steps=HANGS_UP), "unlocked"),
 }
@@ -456,7 +451,6 @@ def test_an_attack_does_not_change_what_is_reported(
 
 def test_a_server_that_says_nothing_is_tried_again(tmp_path: Path) -> None:
     """And nobody is told that its initrd will never ask."""
-
     limits = {"KEX_SECONDS": 1, "READY_SECONDS": 1, "RETRY_SECONDS": 0.1}
     program = shortened(tmp_path, **limits)
     with bind("127.0.0.1", 0) as silent:

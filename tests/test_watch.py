@@ -207,15 +207,6 @@ def test_a_start_spares_what_a_firewall_allows(home: Home, machine: Machine) -> 
 # ---- The magic packet ----------------------------------------------------------------
 
 
-def test_a_magic_packet_is_sent_three_times(machine: Machine) -> None:
-    with machine.waker() as started:
-        answer = started.client.call("POST", "/api/wol")
-        assert (answer.status, answer.json["success"]) == (200, True)
-        assert answer.json.keys() == {"success", "message"}
-        assert MAC in answer.json["message"]
-        assert machine.packets() == [PACKET] * 3
-
-
 @pytest.mark.parametrize("broadcast", ["255.255.255.255", "192.168.77.255"])
 def test_the_packet_leaves_by_the_right_interface(home: Home, broadcast: str) -> None:
     """The one that leads to the machine, without configuration. To UDP port 9."""
@@ -228,4 +219,5 @@ def test_the_packet_leaves_by_the_right_interface(home: Home, broadcast: str) ->
         answer = router.run(lambda: started.client.log_in().call("POST", "/api/wol"))
         assert udp_packets(at_machine) == [(f"{broadcast}:9", PACKET)] * 3
         assert udp_packets(at_provider) == []
-    assert "192.168.77.1" in answer.json["message"]
+    message = f"Magic packet sent to {MAC} from 192.168.77.1"
+    assert (answer.status, answer.json) == (200, {"success": True, "message": message})
