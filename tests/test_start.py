@@ -17,7 +17,6 @@ from conftest import (
     daemon,
     each,
     is_open,
-    serving,
     shortened,
     wait_for,
     wait_for_child,
@@ -31,7 +30,6 @@ from machine import (
     SLOWLY,
     SOON,
     Machine,
-    app_of,
     wait_for_state,
     wait_until,
     wait_until_shown,
@@ -285,8 +283,7 @@ def test_nothing_is_sent_once_the_daemon_has_died(machine: Machine) -> None:
 
 def test_a_start_that_cannot_unlock_wakes_nothing(machine: Machine) -> None:
     """But an unlock of a system that is up is a success, even if waker cannot."""
-    with serving(app_of(machine, machine.settings(SSH_HOST_KEY=""))) as client:
-        client.log_in()
+    with machine.serving(machine.settings(SSH_HOST_KEY="")) as client:
         for request, ask in (("start", client.start), ("unlock", client.unlock)):
             answer = ask()
             assert answer.status == 500
@@ -318,7 +315,7 @@ class Scripted(waker.Watcher):
 
 
 def starter_of(machine: Machine) -> tuple[waker.Starter, Scripted]:
-    config = app_of(machine, machine.settings()).config
+    config = machine.config(machine.settings())
     watcher = Scripted(config)
     return waker.Starter(config, watcher, (UNLOCK, {})), watcher
 

@@ -24,7 +24,6 @@ from conftest import (
     each,
     need,
     run_waker,
-    serving,
     shortened,
     wait_for,
 )
@@ -46,7 +45,6 @@ from machine import (
     SOON,
     WARNS,
     Machine,
-    app_of,
     wait_for_state,
     wait_until,
 )
@@ -181,8 +179,8 @@ def test_only_the_initrds_own_words_decide(
     program = shortened(machine.folder, **LIMITS.get(row.name, {}))
     seconds = 10 if row.name == "silent" else 40  # of which 5 are left to report
     command = *program, "unlock", f"--seconds={seconds}"
-    with serving(app_of(machine, settings, command)) as client:
-        answer = client.log_in().unlock(row.given)
+    with machine.serving(settings, command) as client:
+        answer = client.unlock(row.given)
         status, begins, phase = ANSWERS.get(outcome, FAILED)
         start = wait_until(client, phase)
     assert answer.status == status
@@ -208,8 +206,8 @@ def test_a_failed_start_is_forgotten_once_the_system_is_up(
 ) -> None:
     """But not an alarm: any listener could open the port, and erase it."""
     settings = machine.ask(f"{SAYS} gave up on root").settings(**pinned)
-    with serving(app_of(machine, settings)) as client:
-        client.log_in().unlock()
+    with machine.serving(settings) as client:
+        client.unlock()
         assert client.status()["start"]["outcome"] == outcome
         for ports, state in (((CLOSED, OPEN), "up"), ((SILENT, SILENT), "off")):
             machine.show(*ports)  # what is forgotten does not come back

@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 from conftest import (
     MACHINE,
-    PIN,
     daemon,
     each,
     preload,
     run_waker,
-    running,
     shortened,
     wait_for,
 )
@@ -23,8 +21,6 @@ from homelab import DROPBEAR, OPENSSH, bind
 from machine import CLOSED, MAC, OPEN, PACKET, SILENT, Machine, wait_for_state
 from namespaces import Home, ip, udp_packets
 from ssh_servers import free_port, says
-
-import waker
 
 STATE_MEMBERS = "state", "reachable", "initrd_ssh_open", "system_ssh_open"
 STATUS_MEMBERS = {*STATE_MEMBERS, "name", "usual_seconds", "start"}
@@ -62,9 +58,8 @@ def test_the_status_shows_what_the_ports_do(
     machine: Machine, initrd: str, system: str, expected: tuple[object, ...]
 ) -> None:
     machine.show(initrd, system)
-    config = waker.read_config(machine.settings(PIN=PIN), machine.folder)
-    with running(config) as client:
-        status = client.log_in().status()
+    with machine.serving(machine.settings()) as client:
+        status = client.status()
     assert status.keys() == STATUS_MEMBERS
     assert tuple(status[name] for name in STATE_MEMBERS) == expected
     assert (status["name"], status["start"]) == ("Home server", None)

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,14 @@ from conftest import (
     daemon,
     environment,
     need,
+    serving,
     shortened,
     wait_for,
 )
 from homelab import bind, blackhole
 from ssh_servers import ALONE, AS_USER_1, Settings, process
 
-import waker
+from waker import App, Config, read_config
 
 MAC = MACHINE["WAKER_HOMELAB_MAC"]
 PACKET = b"\xff" * 6 + bytes.fromhex(MAC.replace(":", "")) * 16
@@ -180,19 +182,25 @@ class Machine:
             assert started.client.start().status == 200
             yield started.client
 
+    def config(self, settings: Settings) -> Config:
+        config = read_config({"WAKER_PIN": PIN} | settings, self.folder)
+        return config._replace(packet_port=self.packet_port)
+
+    @contextlib.contextmanager
+    def serving(
+        self, settings: Settings, command: Sequence[str] = UNLOCK
+    ) -> Iterator[Client]:
+        """Run the daemon in this process until its threads have ended."""
+        threads = threading.active_count()
+        app = App(self.config(settings), (command, environment(settings)))
+        with serving(app) as client:
+            yield client.log_in()
+        wait_for(lambda: threading.active_count() <= threads)
+
     def close(self) -> None:
         self._shown.close()
         for taken in (self._udp, *self._taken):
             taken.close()
-
-
-def app_of(
-    machine: Machine, settings: Settings, command: Sequence[str] = UNLOCK
-) -> waker.App:
-    """Put the daemon's parts together, for this process, with a command to unlock."""
-    config = waker.read_config(settings | {"WAKER_PIN": PIN}, machine.folder)
-    config = config._replace(packet_port=machine.packet_port)
-    return waker.App(config, (command, environment(settings)))
 
 
 @pytest.fixture
