@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -9,73 +10,57 @@ from pathlib import Path
 
 import homelab
 import pytest
-from conftest import CHECKOUT, Client, make, need, need_root, wait_for
+from conftest import CHECKOUT, Client, each, make, need, need_root, wait_for
 from ssh_servers import free_port
 from test_pack import NAMES
 
-UNIT = "usr/lib/systemd/system/waker.service"
+UNITS = "usr/lib/systemd/system"
+
+
+def modes(folder: Path) -> dict[str, int]:
+    """Return the modes of the files in a folder, and of the folder with settings."""
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return {
+        str(path.relative_to(folder)): path.stat().st_mode & 0o777
+        for path in [*found, *folder.glob("etc/waker")]
+    }
 
 
 # ---- make ----------------------------------------------------------------------------
 
+INSTALLATIONS = {
+    "systemd": ("INIT=systemd PREFIX=/usr", f"{UNITS}/waker.service", 0o644),
+    "procd": ("INIT=procd", "etc/init.d/waker", 0o755),
+}
 
-@pytest.mark.parametrize(
-    ("variables", "program", "service", "mode"),
-    [
-        ("INIT=systemd PREFIX=/usr", "usr/bin/waker", UNIT, 0o644),
-        ("INIT=procd", "usr/bin/waker", "etc/init.d/waker", 0o755),
-    ],
-    ids=["systemd", "procd"],
-)
+
+@each("variables service mode", INSTALLATIONS)
 def test_install_puts_each_file_in_its_place_and_never_touches_settings(
-    variables: str, program: str, service: str, mode: int, tmp_path: Path
+    variables: str, service: str, mode: int, tmp_path: Path
 ) -> None:
     to, root = [*variables.split(), "DESTDIR=root"], tmp_path / "root"
-    settings = root / "etc/waker/waker.env"
+    program, settings = root / "usr/bin/waker", root / "etc/waker/waker.env"
     make(tmp_path, "install", *to)
-    files = [path for path in root.rglob("*") if path.is_file()]
-    modes = {path: path.stat().st_mode & 0o777 for path in [settings.parent, *files]}
-    public = {root / program: 0o755, root / service: mode}
-    assert modes == public | {settings.parent: 0o700, settings: 0o600}
-    assert re.search(f"[ =]/{program} --env-file ", (root / service).read_text())
+    private = {"etc/waker": 0o700, "etc/waker/waker.env": 0o600}
+    assert modes(root) == {"usr/bin/waker": 0o755, service: mode} | private
+    assert re.search("[ =]/usr/bin/waker --env-file ", (root / service).read_text())
     # Debian's python3-paramiko is for this one, whatever else is in the PATH.
-    assert (root / program).read_bytes().startswith(b"#!/usr/bin/python3\n")
+    assert program.read_bytes().startswith(b"#!/usr/bin/python3\n")
     # Another computer's Python may differ, and on a router, room is short.
-    assert zipfile.ZipFile(root / program).namelist() == NAMES
+    assert zipfile.ZipFile(program).namelist() == NAMES
+
     settings.parent.chmod(0o710)
     settings.write_text("WAKER_PIN=mine\n")
     make(tmp_path, "install", *to)
     assert settings.read_text() == "WAKER_PIN=mine\n"
-    assert settings.parent.stat().st_mode & 0o777 == 0o710
+    assert modes(root)["etc/waker"] == 0o710
+
     settings.unlink()
     settings.symlink_to("../unmounted/waker.env")
     make(tmp_path, "install", *to)
     make(tmp_path, "uninstall", *to)
     assert [path for path in root.rglob("*") if not path.is_dir()] == [settings]
     assert settings.is_symlink()
-
-
-def test_a_card_has_everything_and_keeps_its_key_and_settings(tmp_path: Path) -> None:
-    need("ssh-keygen")
-    shown = make(tmp_path, "card").stdout
-    card = tmp_path / "dist/card"
-    assert card.joinpath("waker/ssh_key.pub").read_text() in shown
-    folder = {
-        "ssh_key",
-        "ssh_key.pub",
-        "waker",
-        "waker.env",
-        "waker.service",
-        "pack.py",
-    }
-    assert {path.name for path in card.iterdir()} == {"vendor-data", "waker"}
-    assert {path.name for path in card.joinpath("waker").iterdir()} == folder
-    settings = card / "waker/waker.env"
-    for secret in (settings, settings.with_name("ssh_key")):
-        assert secret.stat().st_mode & 0o777 == 0o600
-    settings.write_text("WAKER_PIN=mine\n")
-    assert make(tmp_path, "card").stdout == shown
-    assert settings.read_text() == "WAKER_PIN=mine\n"
 
 
 def test_install_makes_a_key_once_and_shows_it_with_the_next_step(
@@ -111,31 +96,22 @@ def test_install_makes_a_key_once_and_shows_it_with_the_next_step(
 
 # ---- systemd and procd ---------------------------------------------------------------
 
-# Without the lines that only harden it, which test_daemon.py rates together, and
-# those that test_shape.py compares with the program.
-UNIT_LINES = """
-WantedBy=multi-user.target
-Restart=on-failure
-RestartSec=5
-KillMode=mixed
-MemoryMax=128M
-OOMPolicy=continue
-TasksMax=160
-RestrictAddressFamilies=AF_INET AF_INET6
-"""
 
-
-def test_the_service_starts_at_boot_survives_and_has_room_for_an_unlock() -> None:
-    """Only `make test-vm` starts it, and takes minutes."""
-    lines = CHECKOUT.joinpath("waker.service").read_text().splitlines()
-    assert {*UNIT_LINES.split("\n")} <= {*lines}
-
-
-def test_systemd_understands_every_line_of_the_unit(tmp_path: Path) -> None:
+def test_systemd_understands_every_line_of_the_units(tmp_path: Path) -> None:
+    """And rates the exposure of what sends messages at most 1.2, on a scale to 10."""
+    analyze = need("systemd-analyze")
     make(tmp_path, "install", "INIT=systemd", "PREFIX=/usr", "DESTDIR=root")
-    verify = [need("systemd-analyze"), "verify", "--man=no", "--recursive-errors=no"]
-    verify += [f"--root={tmp_path}/root", f"/{UNIT}"]
+    units = tmp_path / "root" / UNITS
+    shutil.copytree(CHECKOUT / "box/notify", units, dirs_exist_ok=True)
+    program = tmp_path / "root/usr/local/bin/waker-notify"
+    program.parent.mkdir(parents=True)
+    units.joinpath("notify").rename(program)
+    names = "waker.service", "waker-notify.service", "waker-notify.timer"
+    verify = [analyze, "verify", "--man=no", "--recursive-errors=no"]
+    verify += [f"--root={tmp_path}/root", *(f"/{UNITS}/{name}" for name in names)]
     assert subprocess.check_output(verify, stderr=subprocess.STDOUT) == b""
+    rate = [analyze, "security", "--offline=true", "--threshold=12"]
+    subprocess.run([*rate, str(units / "waker-notify.service")], check=True)
 
 
 # Instead of /etc/rc.common: print what the script asks the system to do.
@@ -158,17 +134,15 @@ procd_set_param command /usr/bin/waker --env-file ./waker.env
 procd_set_param user waker
 procd_set_param respawn 3600 5 0
 """
+REFUSAL = "so waker is not started"
+ROUTERS = {
+    "new user": ("user_exists() { false; }", INSTANCE),
+    "no user": ("id() { false; }", f"there is no user waker, {REFUSAL}"),
+    "no settings": ("rm waker.env", f"./waker.env is missing, {REFUSAL}"),
+}
 
 
-@pytest.mark.parametrize(
-    ("system", "asked"),
-    [
-        ("user_exists() { false; }", INSTANCE),
-        ("id() { false; }", "there is no user waker, so waker is not started"),
-        ("rm waker.env", "./waker.env is missing, so waker is not started"),
-    ],
-    ids=["new user", "no user", "no settings"],
-)
+@each("system asked", ROUTERS)
 def test_procd_runs_waker_as_its_own_user_or_not_at_all(
     system: str, asked: str, tmp_path: Path
 ) -> None:
@@ -180,9 +154,8 @@ def test_procd_runs_waker_as_its_own_user_or_not_at_all(
     assert printed.startswith("1 95 /etc/waker/waker.env\n")
     for line in asked.splitlines():
         assert line in printed
-    is_refused = asked != INSTANCE
-    assert ended.returncode == is_refused
-    assert ("procd_open_instance" not in printed) == is_refused
+    assert ended.returncode == (REFUSAL in asked)
+    assert ("procd_open_instance" in printed) == (asked == INSTANCE)
 
 
 # ---- make demo -----------------------------------------------------------------------
@@ -190,9 +163,11 @@ def test_procd_runs_waker_as_its_own_user_or_not_at_all(
 
 def test_the_demo_shows_its_secrets_and_enter_switches_its_server_off() -> None:
     where = f"0.0.0.0:{free_port()}"  # nobody else takes it before the demo does
+    quickly = f"import homelab; homelab.main('{where}', pace=0.1)"
     with (
         subprocess.Popen(
-            [sys.executable, str(CHECKOUT / "tests/support/homelab.py"), where],
+            [sys.executable, "-c", quickly],
+            cwd=CHECKOUT / "tests/support",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,6 +1,6 @@
-"""What a Raspberry Pi does with waker's SD card, without cloud-init and systemd.
+"""What `make card` makes, and what a Raspberry Pi does with it.
 
-`make test-vm` has both, but takes minutes and tries less.
+`make test-vm` has cloud-init and systemd as well, but takes minutes and tries less.
 """
 
 import re
@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import CHECKOUT, MACHINE, PIN, make, need, need_root
+from conftest import CHECKOUT, MACHINE, PIN, each, make, need, need_root
 
 # These programs cannot run here, or take long. Each stub notes its call, and fails if a
 # file of that name says so.
@@ -24,15 +24,23 @@ SECRETS = {"waker.env", "ssh_key", "ssh_key.pub"}
 INSTALLED = {"waker", "waker.service"} | SECRETS
 FILES = INSTALLED | {"pack.py"}
 REPORT = "report.txt"
+RESTART = ["systemctl enable waker", "systemctl restart waker"]
+
+
+@pytest.fixture(scope="module")
+def new_card(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make card` makes, which tests must not change."""
+    need("ssh-keygen")
+    folder = tmp_path_factory.mktemp("checkout")
+    make(folder, "card")
+    return folder / "dist/card"
 
 
 class Pi:
     """The folders to which the script writes, and what it calls."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, new_card: Path) -> None:
         need_root()
-        need("ssh-keygen")
-        make(folder / "checkout", "card")
         self.folder = folder
         for name in ("etc", "var/lib/cloud/scripts/per-boot", "usr/local/bin", "stubs"):
             folder.joinpath(name).mkdir(parents=True)
@@ -40,7 +48,7 @@ class Pi:
             stub = folder / "stubs" / name
             stub.write_text(STUB)
             stub.chmod(0o755)
-        shutil.copytree(folder / "checkout/dist/card", folder / "boot/firmware")
+        shutil.copytree(new_card, folder / "boot/firmware")
         self.card = folder / "boot/firmware/waker"
         self.card.joinpath("waker.env").write_text(SETTINGS)
         # At the first boot, cloud-init runs it before it looks for what runs at each.
@@ -84,12 +92,21 @@ class Pi:
 
 
 @pytest.fixture
-def pi(tmp_path: Path) -> Pi:
+def pi(tmp_path: Path, new_card: Path) -> Pi:
     """A Raspberry Pi with a new card, whose settings are right."""
-    return Pi(tmp_path)
+    return Pi(tmp_path, new_card)
 
 
-RESTART = ["systemctl enable waker", "systemctl restart waker"]
+def test_make_card_makes_a_key_once_and_keeps_settings(tmp_path: Path) -> None:
+    need("ssh-keygen")
+    shown = make(tmp_path, "card").stdout
+    card = tmp_path / "dist/card/waker"
+    assert card.joinpath("ssh_key.pub").read_text() in shown
+    for secret in ("waker.env", "ssh_key"):
+        assert card.joinpath(secret).stat().st_mode & 0o777 == 0o600
+    card.joinpath("waker.env").write_text(SETTINGS)
+    assert make(tmp_path, "card").stdout == shown
+    assert card.joinpath("waker.env").read_text() == SETTINGS
 
 
 def test_a_card_is_installed_and_only_what_was_used_leaves_it(pi: Pi) -> None:
@@ -119,19 +136,6 @@ def test_a_card_is_installed_and_only_what_was_used_leaves_it(pi: Pi) -> None:
         assert pi.on_card() == {REPORT, "notes.txt"}
 
 
-def test_a_program_with_a_wrong_byte_is_not_installed(pi: Pi) -> None:
-    """Python would run it. Only packing it again compares the checksums."""
-    files = {name: pi.card.joinpath(name).read_bytes() for name in ("waker", "pack.py")}
-    pi.boot()
-    before = pi.installed()
-    files["waker"] = files["waker"].replace(b"<!DOCTYPE html>", b"<!DOCTYPE htmm>")
-    for name, data in files.items():
-        pi.card.joinpath(name).write_bytes(data)
-    assert "Bad CRC" in pi.boot()
-    assert pi.installed() == before
-    assert pi.on_card() == {REPORT, *files}
-
-
 @pytest.mark.parametrize("call", ["apt-get -qq", *RESTART])
 def test_the_next_boot_tries_again_if_a_call_failed(pi: Pi, call: str) -> None:
     """So the card must still have everything."""
@@ -147,22 +151,26 @@ def test_the_next_boot_tries_again_if_a_call_failed(pi: Pi, call: str) -> None:
     assert pi.on_card() == {REPORT}
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "report"),
-    [
-        ("waker", "#!/usr/bin/python3\n", "The file waker is damaged"),
-        ("waker.env", SETTINGS.replace(PIN, "short"), "WAKER_PIN must be"),
-    ],
-    ids=["program", "setting"],
-)
+MISTAKES = {
+    # Python would run it. Only packing it again compares the checksums.
+    "a wrong byte": ("waker", b"<!DOCTYPE html>", b"<!DOCTYPE htmm>", "Bad CRC"),
+    "no program": ("waker", b"PK", b"", "The file waker is damaged"),
+    "a setting": ("waker.env", PIN.encode(), b"short", "WAKER_PIN must be"),
+}
+
+
+@each("name right wrong report", MISTAKES)
 def test_a_mistake_on_the_card_changes_nothing(
-    pi: Pi, name: str, text: str, report: str
+    pi: Pi, name: str, right: bytes, wrong: bytes, report: str
 ) -> None:
+    files = {file: pi.card.joinpath(file).read_bytes() for file in (name, "pack.py")}
     pi.boot()
     before = pi.installed()
     pi.calls()
-    pi.card.joinpath(name).write_text(text)
+    files[name] = files[name].replace(right, wrong)
+    for file, data in files.items():
+        pi.card.joinpath(file).write_bytes(data)
     assert report in pi.boot()
     assert pi.installed() == before
-    assert pi.on_card() == {REPORT, name}
+    assert pi.on_card() == {REPORT, *files}
     assert pi.calls()[-1].startswith("apt-get")

@@ -222,7 +222,7 @@ class Homelab:
             taken.close()
 
 
-def main(wish: str = "127.0.0.1:8080") -> int:
+def main(wish: str = "127.0.0.1:8080", *, pace: float = 4) -> int:
     """Run the homelab and the daemon until ^C; Enter switches the machine off."""
     try:
         with waker.listen(waker.parse_listen(wish)) as free:
@@ -232,7 +232,7 @@ def main(wish: str = "127.0.0.1:8080") -> int:
         sys.exit(f"{wish} cannot be used; {right}")
     pin, passphrase = "24681012", "correct horse battery staple"
     with tempfile.TemporaryDirectory(prefix="waker-demo-") as name:
-        machine = Homelab(Path(name), passphrase, pace=4)
+        machine = Homelab(Path(name), passphrase, pace=pace)
         own = {"WAKER_PIN": pin, "WAKER_HOMELAB_NAME": "demo server"}
         config = waker.read_config(machine.settings() | own, Path(name))
         config = config._replace(packet_port=machine.packet_port, listen=listen)
