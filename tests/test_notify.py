@@ -12,27 +12,25 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import CHECKOUT, environment, need, need_root
+from conftest import CHECKOUT, each, environment, need, need_root
 from machine import CLOSED, OPEN, SILENT, Machine
 from ssh_servers import free_port
 
-NOTIFY = CHECKOUT / "box/notify"
 WAITING = "The server is waiting for its passphrase."
 UP = "The server is up."
 PORTS = {
     "off": (SILENT, SILENT),
     "booting": (CLOSED, CLOSED),
-    "up-lost": (CLOSED, SILENT),  # one packet was lost, which looks like booting
-    "locked-lost": (SILENT, CLOSED),
     "locked": (OPEN, CLOSED),
     "up": (CLOSED, OPEN),
 }
+NOTIFY = CHECKOUT / "box/notify"
 NO_ROUTE = "224.0.0.1"  # nobody connects to a multicast address
+Ended = subprocess.CompletedProcess[str]
 
 
 def hello(state: str) -> str:
@@ -49,23 +47,16 @@ class Phone(ThreadingHTTPServer):
         self.status = 200
         self.paths: list[str] = []
         self.messages: list[str] = []  # that it has accepted
-        self.arrived, self.may_answer = threading.Event(), threading.Event()
-        self.may_answer.set()
+        self.processes = b""  # their arguments and environments, when one arrived
 
     @contextlib.contextmanager
     def listening(self) -> Iterator["Phone"]:
         with self:
-            threading.Thread(target=self.serve_forever, daemon=True).start()
+            threading.Thread(target=self.serve_forever, args=(0.05,)).start()
             try:
                 yield self
             finally:
-                self.may_answer.set()
                 self.shutdown()
-
-    def new_messages(self) -> list[str]:
-        """Return the messages since the last call."""
-        messages, self.messages = self.messages, []
-        return messages
 
 
 class Receiver(BaseHTTPRequestHandler):
@@ -73,8 +64,10 @@ class Receiver(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         message = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        self.server.arrived.set()
-        self.server.may_answer.wait(60)
+        for file in ("cmdline", "environ"):
+            for path in Path("/proc").glob(f"[0-9]*/{file}"):
+                with contextlib.suppress(OSError):  # it has ended, or is another user's
+                    self.server.processes += path.read_bytes()
         self.server.paths.append(self.path)
         if self.server.status == 200:
             self.server.messages.append(message)
@@ -94,528 +87,305 @@ def phone() -> Iterator[Phone]:
         yield phone
 
 
-@dataclass
 class Box:
-    """Has waker and its settings, the phone's address, and the last state."""
+    """Has waker and its settings, the phone's address, and the last state.
 
-    folder: Path
-    machine: Machine
-    shell: str = "sh"
+    Its folder has what is in /etc and /var/lib of a real box, and is the PREFIX.
+    """
 
-    def __post_init__(self) -> None:
-        self.state = self.folder / "state"
-        self.settings, self.url = self.folder / "waker.env", self.folder / "notify_url"
-        self.waker = self.folder / "bin/waker"
-        for folder in (self.state, self.waker.parent):
-            folder.mkdir()
-        waker = f'#!/bin/sh\nexec {sys.executable} {CHECKOUT}/waker.py "$@"\n'
-        self.waker.write_text(waker)
-        self.waker.chmod(0o755)
-        self.settle()
+    def __init__(self, folder: Path, machine: Machine, phone: Phone) -> None:
+        self.folder, self.machine, self.phone = folder, machine, phone
+        self.state = folder / "var/lib/private/waker-notify"
+        self.settings = folder / "etc/waker/waker.env"
+        self.url = self.settings.with_name("notify_url")
+        self.bin = folder / "bin"
+        for made in (self.state, self.url.parent, self.bin):
+            made.mkdir(parents=True)
+        self.add("waker", f'cd {CHECKOUT} && exec {sys.executable} -m waker "$@"\n')
+        self.use(phone.url)
+        self.show("off")
 
-    def settle(self, **others: str) -> None:
-        settings = self.machine.settings(**others)
+    def add(self, name: str, script: str) -> None:
+        """Add a program."""
+        self.bin.joinpath(name).write_text(f"#!/bin/sh\n{script}")
+        self.bin.joinpath(name).chmod(0o755)
+
+    def use(self, url: str) -> None:
+        """Set the phone's address."""
+        self.url.write_text(f"{url}\n")
+
+    def show(self, state: str) -> None:
+        """Let a check find the server in that state."""
+        host = {"HOMELAB_HOST": NO_ROUTE} if state == "unknown" else {}
+        settings = self.machine.settings(**host)
         # Without a key: the unit passes none.
         del settings["WAKER_SSH_KEY"], settings["WAKER_SSH_HOST_KEY"]
         lines = [f"{name}={value}\n" for name, value in settings.items()]
         self.settings.write_text("".join(lines))
-
-    def show(self, state: str) -> None:
-        """Let a check find the server in that state."""
-        if state == "unknown":
-            self.settle(HOMELAB_HOST=NO_ROUTE)
-        else:
-            self.settle()
+        if not host:
             self.machine.show(*PORTS[state])
 
-    def environment(self) -> dict[str, str]:
-        path = f"{self.waker.parent}:{os.environ['PATH']}"
-        ours = {"PATH": path, "STATE_DIRECTORY": f"{self.state}"}
-        return environment(ours | {"HOME": str(self.folder)})
-
-    def command(self) -> list[str]:
-        shell, *applet = self.shell.split()
-        files = f"{NOTIFY}/notify", str(self.settings), str(self.url)
-        return [need(shell), *applet, *files]
-
-    def check(self) -> subprocess.CompletedProcess[str]:
-        """Do what the timer does every minute."""
+    def run(self, *command: str, stdin: int = subprocess.DEVNULL) -> Ended:
+        """Run a command with the environment of the unit."""
+        path = f"{self.bin}:{os.environ['PATH']}"
+        own = {"PATH": path, "STATE_DIRECTORY": str(self.state)}
         return subprocess.run(
-            self.command(),
-            env=self.environment(),
+            command,
+            env=environment(own | {"HOME": str(self.folder)}),
+            stdin=stdin,
             capture_output=True,
             text=True,
             check=False,
             timeout=60,
         )
 
+    def check(self, shell: str = "sh") -> tuple[int, str]:
+        """Do what the timer does every minute; returns the status and the errors."""
+        program, *applet = shell.split()
+        files = NOTIFY / "notify", self.settings, self.url
+        ended = self.run(need(program), *applet, *map(str, files))
+        assert ended.stdout == ""
+        return ended.returncode, ended.stderr
+
+    def fail(self, shell: str = "sh") -> None:
+        """Do that, and assert that it fails without printing the topic."""
+        status, errors = self.check(shell)
+        assert status
+        assert "curl: (" in errors
+        assert self.phone.topic.strip("/") not in errors
+
 
 @pytest.fixture
 def box(machine: Machine, phone: Phone, tmp_path: Path) -> Box:
     need("curl")
-    box = Box(tmp_path, machine)
-    box.url.write_text(f"{phone.url}\n")
-    return box
+    return Box(tmp_path, machine, phone)
 
 
 # ---- What is sent, and when ----------------------------------------------------------
 
-# Each check finds a state, and may send a message.
+# Each check finds a state. It sends a message (=), fails to do so (!), or does nothing.
 CHECKS = {
-    "it waits and is up again": "up=hello locked=waits locked booting up=up up",
-    "it was locked too briefly to be seen": "off=hello off up=up",
-    "it was seen while it booted": "off=hello booting booting up=up",
-    "it waits at first": "locked=waits locked up=up",
-    "it boots at first": "booting=hello locked=waits",
-    "one check gets no answer": "up=hello off up off up",
-    "two checks get no answer": "up=hello off off up=up",
-    "one check gets no answer while it waits": "locked=waits off locked",
-    "one packet is lost": "up=hello up-lost up off up",
-    "one packet is lost while it waits": "locked=waits locked-lost locked",
-    "its SSH server restarts": "up=hello booting up",
-    "its SSH server has stopped": "up=hello booting booting up=up",
-    "two checks get no answer while it waits": "locked=waits off off locked=waits",
-    "the power fails briefly": "up=hello off locked=waits off up=up",
-    "it restarts": "up=hello off booting locked=waits booting up=up",
-    "the box has no network": "unknown up=hello unknown unknown up",
-    "the box has no network while it waits": "locked=waits unknown locked unknown",
-    "the box has no network between": "up=hello off unknown off up=up",
+    "it waits and is up again": "up=hello up locked=waits locked booting up=up",
+    "it waited too briefly to be seen": "off=hello off up=up",
+    "one check finds no open port": "up=hello off up booting up off locked=waits",
+    "it boots at first": "booting=hello booting locked=waits booting locked off up=up",
+    "two checks find no open port": "up=hello booting off up=up off booting off up=up",
+    "and then it waits again": "locked=waits off booting locked=waits",
+    "no network": "unknown up=hello booting unknown up booting unknown off up=up",
+    "no message can be sent": "up!500 up=hello locked!302 locked!404 locked=waits",
+    "what could not be sent is no longer true": (
+        "up=hello locked!500 up booting booting locked!500 up=up"
+    ),
 }
 
 
-@pytest.mark.parametrize("shell", ["dash", "busybox sh"])
 @pytest.mark.parametrize("checks", CHECKS.values(), ids=CHECKS)
-def test_a_message_is_sent_only_when_the_state_has_changed(
+@pytest.mark.parametrize("shell", ["dash", "busybox sh"])
+def test_a_message_is_sent_once_when_the_state_has_changed(
     checks: str, shell: str, box: Box, phone: Phone
 ) -> None:
-    box.shell = shell
+    expected = []
     for check in checks.split():
-        state, _, message = check.partition("=")
-        words = {"": [], "hello": [hello(state)], "waits": [WAITING], "up": [UP]}
+        state, *then = re.split("([=!])", check)
         box.show(state)
-        ended = box.check()
-        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
-        assert phone.new_messages() == words[message], check
+        if "!" in then:
+            phone.status = int(then[1])
+            box.fail(shell)
+            phone.status = 200
+        else:
+            words = {"hello": hello(state), "waits": WAITING, "up": UP}
+            expected += [words[word] for word in then[1:]]
+            assert box.check(shell) == (0, "")
+        assert phone.messages == expected, check
 
 
-@pytest.mark.parametrize("failure", ["status 500", "status 302", "refused"])
-def test_a_message_that_cannot_be_sent_is_tried_again(
-    failure: str, box: Box, phone: Phone
+def test_a_check_that_cannot_look_or_remember_sends_nothing(
+    box: Box, phone: Phone
 ) -> None:
-    kind, _, status = failure.partition(" ")
-
-    def fail() -> None:
-        if kind == "refused":
-            box.url.write_text(f"http://127.0.0.1:{free_port()}{phone.topic}\n")
-        phone.status = int(status or 200)
-        ended = box.check()
-        assert ended.returncode
-        assert ended.stderr.startswith("curl: (")
-        assert phone.new_messages() == []
-
-    def succeed(*messages: str) -> None:
-        box.url.write_text(f"{phone.url}\n")
-        phone.status = 200
-        assert box.check().returncode == 0
-        assert phone.new_messages() == [*messages]
-
-    box.show("up")
-    fail()  # the very first message
-    succeed(hello("up"))
-    box.show("locked")
-    fail()
-    fail()
-    succeed(WAITING)
-    succeed()
-    # If the server is as it was before, the message is not sent any more.
-    box.show("up")
-    fail()
-    box.show("locked")
-    succeed()
-    # Its next state has another message.
-    box.show("off")
-    succeed()
-    succeed()
-    box.show("locked")
-    fail()
-    box.show("up")
-    succeed(UP)
-
-
-def test_wrong_settings_are_an_error_and_change_nothing(box: Box, phone: Phone) -> None:
+    """Otherwise it would repeat its message every minute, as long as a disk is full."""
+    box.state.joinpath("last.new").mkdir()  # so it cannot be written
+    assert box.check()[0]
     box.settings.write_text("WAKER_HOMELAB_HOST=nonsense\n")
-    ended = box.check()
-    assert ended.returncode == os.EX_CONFIG
-    assert "WAKER_HOMELAB_HOST" in ended.stderr
-    assert [*box.state.iterdir()] == []
+    status, errors = box.check()
+    assert status == os.EX_CONFIG
+    assert "WAKER_HOMELAB_HOST" in errors
     assert phone.messages == []
-
-
-def test_a_full_disk_repeats_no_message(box: Box, phone: Phone) -> None:
-    """In a mount namespace, on a file system that has room for one file."""
-    need_root()
-    box.show("locked")
-    script = """
-        mount -t tmpfs -o size=4k none "$STATE_DIRECTORY"
-        echo up >"$STATE_DIRECTORY/last"
-        for n in 1 2 3; do "$@" && exit 1; done
-        mount -o remount,size=64k none "$STATE_DIRECTORY"
-        "$@"
-        "$@" """
-    enter = [need("unshare"), "--mount", "sh", "-ec", script, "sh", *box.command()]
-    subprocess.run(enter, env=box.environment(), check=True)
-    assert phone.messages == [WAITING]
 
 
 # ---- The topic's address -------------------------------------------------------------
 
 
-def test_the_address_arrives_as_it_is(box: Box, phone: Phone) -> None:
-    """Even quotes and backslashes, which `install` refuses, do no harm."""
-    path = r"/a?b=c%20d&e=$HOME&f={1,2}[3-4]~;@:!*()+,`id`'" + r'"\n\\'
-    box.url.write_text(phone.url.replace(phone.topic, path) + "\n")
-    # Whatever root's curl is told in general is not for this one.
-    box.folder.joinpath(".curlrc").write_text(f'url = "{phone.url}"\n')
-    assert box.check().returncode == 0
-    assert phone.paths == [path]
-
-
-def test_no_process_has_the_address_in_its_arguments_or_environment(
+def test_the_address_arrives_as_it_is_and_no_process_shows_it(
     box: Box, phone: Phone
 ) -> None:
-    phone.may_answer.clear()
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        box.command(), env=box.environment(), stdout=pipe, stderr=pipe
-    ) as process:
-        assert phone.arrived.wait(60)
-        public = b""
-        for file in ("cmdline", "environ"):
-            for path in Path("/proc").glob(f"[0-9]*/{file}"):
-                with contextlib.suppress(OSError):  # it has ended, or is another user's
-                    public += path.read_bytes()
-        phone.may_answer.set()
-        printed = process.communicate()
-    assert b"--config" in public  # curl's own arguments were there
-    assert phone.topic.encode() not in public
-    assert printed == (b"", b"")
-    assert phone.messages
+    """Even quotes and backslashes, which `install` refuses, do no harm."""
+    odd = phone.topic + r"?b=c%20d&e=$HOME&f={1,2}[3-4]~;@:!*()+,`id`'" + r'"\n\\'
+    box.use(phone.url.replace(phone.topic, odd))
+    # Whatever root's curl is told in general is not for this one.
+    box.folder.joinpath(".curlrc").write_text(f'url = "{phone.url}"\n')
+    assert box.check() == (0, "")
+    assert phone.paths == [odd]
+    assert b"--config" in phone.processes  # curl's own arguments were there
+    assert phone.topic.encode() not in phone.processes
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "http://127.0.0.1:1{topic}",
-        "http://nowhere.invalid{topic}",
-        "http://127.0.0.1:99999{topic}",
-        "http://no such host{topic}",
-        "ftp://127.0.0.1{topic}",
-        "file://{topic}",
-        "{topic}",
-    ],
-)
-def test_an_address_that_does_not_work_is_not_printed(
-    address: str, box: Box, phone: Phone
-) -> None:
-    box.url.write_text(address.format(topic=phone.topic) + "\n")
-    ended = box.check()
-    assert ended.returncode
-    assert "curl: (" in ended.stderr
-    assert phone.topic.strip("/") not in ended.stdout + ended.stderr
-
-
-@pytest.mark.parametrize("status", [302, 404, 500])
-def test_an_error_of_the_phones_server_does_not_print_the_address(
-    status: int, box: Box, phone: Phone
-) -> None:
-    phone.status = status
-    ended = box.check()
-    assert ended.returncode
-    assert "curl: (" in ended.stderr
-    assert phone.topic.strip("/") not in ended.stdout + ended.stderr
-    assert phone.paths == [phone.topic]
-
-
-# ---- The units -----------------------------------------------------------------------
-
-
-def test_systemd_understands_every_line_of_the_units(tmp_path: Path) -> None:
-    units = ["waker-notify.service", "waker-notify.timer"]
-    for name in units:
-        text = NOTIFY.joinpath(name).read_text()
-        program = text.replace("/usr/local/bin/waker-notify", need("true"))
-        tmp_path.joinpath(name).write_text(program)
-    verify = [need("systemd-analyze"), "verify", "--man=no", "--recursive-errors=no"]
-    printed = subprocess.check_output(
-        [*verify, *units], cwd=tmp_path, stderr=subprocess.STDOUT
-    )
-    assert printed == b""
-
-
-def test_the_service_is_hardened() -> None:
-    """Exposure of at most 1.2, by systemd's own scale of 0 to 10."""
-    command = [need("systemd-analyze"), "security", "--offline=true", "--threshold=12"]
-    unit = str(NOTIFY / "waker-notify.service")
-    ended = subprocess.run(
-        [*command, unit], capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stdout[-300:]
+def test_an_address_that_does_not_work_is_not_printed(box: Box, phone: Phone) -> None:
+    box.show("up")
+    refuses, impossible = "http://127.0.0.1:1", "http://127.0.0.1:99999"
+    unknown, spaces = "http://nowhere.invalid", "http://no such host"
+    for origin in (refuses, impossible, unknown, spaces, "ftp://x", "file://", ""):
+        box.use(origin + phone.topic)
+        box.fail()
+    box.use(phone.url)
+    assert box.check() == (0, "")
+    assert phone.messages == [hello("up")]
 
 
 # ---- make install-notify -------------------------------------------------------------
 
 # systemctl, without a systemd: it prints what it is asked, and starts the service.
 SYSTEMCTL = """\
-#!/bin/sh
 echo "systemctl $*"
 [ "$*" = "start waker-notify.service" ] || exit 0
-export STATE_DIRECTORY=/var/lib/private/waker-notify
 mkdir -p $STATE_DIRECTORY
-unit=$(find /usr/local -path '*/lib/systemd/system/waker-notify.service')
+unit=${0%bin/*}lib/systemd/system/waker-notify.service
 exec $(sed -n 's|%d|/etc/waker|g; s/^ExecStart=//p' $unit)
 """
-MAKE = f"make --silent -C {CHECKOUT}"
-INSTALL = f"{MAKE} install-notify INIT=systemd"
-REFUSED = f"if {INSTALL}; then exit 9; fi"
-# Prints all that an installation may change.
-OWN = "/etc/waker /etc/systemd/system /var/lib/private"  # only the test's files
-LIST = f"find $layers/*/upper {OWN} -printf '%p %y %m %s %T@ %i\\n' | sort"
-
-
-@dataclass
-class Root:
-    """A mount namespace in which `make install` has run, with a folder of its own."""
-
-    box: Box
-
-    def run(self, script: str, stdin: int | str = "") -> tuple[int, str]:
-        """Run a script; returns its status and what it printed.
-
-        What changes in /etc, /usr/local and /var/lib goes away with the namespace.
-        """
-        enter = f"""
-            layers={self.box.folder}/layers
-            mkdir -p $layers; mount -t tmpfs none $layers
-            for folder in /etc /usr/local /usr/local/bin /usr/local/lib /var/lib; do
-                layer=$layers/$(echo $folder | tr / -)
-                mkdir -p $folder $layer/upper $layer/work
-                mount -t overlay none $folder \
-                    -o lowerdir=$folder,upperdir=$layer/upper,workdir=$layer/work
-            done
-            mkdir -p {OWN}
-            for folder in {OWN}; do mount -t tmpfs -o mode=700 none $folder; done
-            cp {self.box.settings} /etc/waker
-            cp {self.box.waker} {self.box.folder}/systemctl /usr/local/bin
-            export PATH=/usr/local/bin:$PATH
-            {script}"""
-        self.box.folder.joinpath("systemctl").write_text(SYSTEMCTL)
-        self.box.folder.joinpath("systemctl").chmod(0o755)
-        given = {"input": stdin} if isinstance(stdin, str) else {"stdin": stdin}
-        ended = subprocess.run(
-            [need("unshare"), "--mount", "sh", "-ec", enter],
-            env=self.box.environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=120,
-            **given,
-        )
-        return ended.returncode, ended.stdout
-
-
-@pytest.fixture
-def root(box: Box) -> Root:
-    need_root()
-    need("make")
-    return Root(box)
-
-
+STOPPED = "systemctl disable --quiet --now waker-notify.timer\n"
 STARTED = """\
 systemctl daemon-reload
 Sending a message to your phone.
 systemctl start waker-notify.service
 systemctl enable --quiet --now waker-notify.timer
 """
-
-
-def test_install_sends_a_message_and_starts_the_timer(root: Root, phone: Phone) -> None:
-    status, printed = root.run(INSTALL, phone.url)  # without a line's end
-    assert (status, phone.messages) == (0, [hello("off")])
-    assert STARTED in printed
-    assert phone.topic not in printed
-
-
-def test_install_puts_each_file_in_its_place_and_uninstall_removes_it(
-    root: Root, phone: Phone
-) -> None:
-    units = "/usr/local/lib/systemd/system/waker-notify"
-    modes = {
-        "/etc/waker/notify_url": "600 0:0",
-        "/usr/local/bin/waker-notify": "755 0:0",
-        f"{units}.service": "644 0:0",
-        f"{units}.timer": "644 0:0",
-    }
-    script = f"""
-        umask 077
-        {LIST} >before
-        {INSTALL} >/dev/null
-        stat -c '%n %a %u:%g' {" ".join(modes)}
-        cat /etc/waker/notify_url
-        {MAKE} uninstall DESTDIR=/nowhere
-        echo ---
-        {MAKE} uninstall INIT=systemd
-        echo ---
-        find /etc/waker /usr/local/bin/waker* /usr/local/lib/systemd/system/waker* \
-            /var/lib/*waker* /var/lib/private/waker* || true"""
-    status, printed = root.run(f"cd $layers; {script}", f"{phone.url}\n")
-    assert status == 0, printed
-    installed, removed, left = printed.split("---\n")
-    for name, mode in modes.items():
-        assert f"{name} {mode}\n" in installed
-    assert f"\n{phone.url}\n" in installed
-    assert "systemctl" not in installed
-    assert removed.startswith("systemctl disable --quiet --now waker-notify.timer\n")
-    found = re.findall("(?m)^/.*", left)
-    assert found == ["/etc/waker", "/etc/waker/waker.env"]
-
-
-def test_install_replaces_an_address(root: Root, phone: Phone) -> None:
-    """Or keeps it. The old file may have any mode. The old timer is stopped first."""
-    script = f"""
-        echo https://ntfy.sh/old >/etc/waker/notify_url
-        chmod 644 /etc/waker/notify_url
-        {INSTALL}
-        echo ---
-        echo {phone.url}/new | {INSTALL}
-        echo | {INSTALL} >/dev/null
-        stat -c %a /etc/waker/notify_url
-        ls /etc/waker"""
-    status, printed = root.run(script, phone.url)
-    assert status == 0, printed
-    first, again = printed.split("---\n")
-    assert "disable" not in first
-    assert again.startswith(
-        "systemctl disable --quiet --now waker-notify.timer\n"
-        "systemctl stop waker-notify.service\n"
-    )
-    assert STARTED in again
-    assert again.endswith("600\nnotify_url\nwaker.env\n")
-    assert phone.paths == [phone.topic, f"{phone.topic}/new", f"{phone.topic}/new"]
-    assert phone.messages == [hello("off")] * 3
-
-
-def test_install_uses_the_prefix(root: Root, phone: Phone) -> None:
-    script = f"""
-        mkdir -p /usr/local/else/bin
-        cp /usr/local/bin/waker /usr/local/else/bin
-        {INSTALL} PREFIX=/usr/local/else
-        cat /usr/local/else/lib/systemd/system/waker-notify.service"""
-    status, printed = root.run(script, phone.url)
-    assert (status, phone.messages) == (0, [hello("off")])
-    assert "\nExecStart=/usr/local/else/bin/waker-notify %d/" in printed
-    assert "\nEnvironment=PATH=/usr/local/else/bin:/usr/bin:/bin\n" in printed
-
-
-def test_install_asks_on_a_terminal_and_suggests_a_random_topic(
-    root: Root, phone: Phone
-) -> None:
-    ours, theirs = pty.openpty()
-    os.write(ours, f"{phone.url}\n".encode() * 3)
-    again = f"{INSTALL}; rm /etc/waker/notify_url; {INSTALL}"
-    try:
-        status, printed = root.run(f"{INSTALL}; {again}", theirs)
-    finally:
-        os.close(theirs)
-        os.close(ours)
-    assert (status, phone.messages) == (0, [hello("off")] * 3)
-    assert printed.count("only Enter to keep the one you have") == 1
-    assert len({*re.findall(r"https://ntfy\.sh/[0-9a-f]{16}\b", printed)}) == 2
-
-
-@pytest.mark.parametrize("failure", ["the phone's server fails", "no network"])
-def test_install_fails_if_the_first_message_cannot_be_sent(
-    failure: str, root: Root, phone: Phone
-) -> None:
-    if failure == "no network":
-        root.box.show("unknown")
-    else:
-        phone.status = 500
-    status, printed = root.run(INSTALL, phone.url)
-    assert status
-    assert "could not be sent" in printed
-    assert "journalctl -u waker-notify\n" in printed
-    assert "systemctl enable" not in printed
-    assert phone.topic not in printed
-
-
-OLD = "/etc/systemd/system/waker-notify"
-REMEDIES = {
-    "no curl": ("hide curl", "sudo apt install curl"),
-    "no systemd": ("rm /usr/local/bin/systemctl; hide systemctl", "needs systemd"),
-    "no waker": ("rm /usr/local/bin/waker", "sudo make install"),
-    "no settings": ("rm /etc/waker/waker.env", "sudo make install"),
-    "old service": (f"touch {OLD}.service", f"sudo rm -f {OLD}.service {OLD}.timer"),
-    "old timer": (f"ln -s /x {OLD}.timer", "disable --now waker-notify.timer"),
-}
 HIDE = """hide() {
     ! file=$(command -v $1) || mount --bind /dev/null "$(readlink -f "$file")"
 }"""
 
 
-@pytest.mark.parametrize(("missing", "remedy"), REMEDIES.values(), ids=REMEDIES)
+class NewBox(Box):
+    """A box on which `make install` has run, but not yet `make install-notify`."""
+
+    def __init__(self, folder: Path, machine: Machine, phone: Phone) -> None:
+        super().__init__(folder, machine, phone)
+        self.url.unlink()
+        self.state.rmdir()
+        folder.joinpath("etc/systemd/system").mkdir(parents=True)
+        self.add("systemctl", SYSTEMCTL)
+
+    def make(
+        self, target: str, given: str = "", first: str = "", terminal: int | None = None
+    ) -> Ended:
+        """Run make as root, in a mount namespace, perhaps after another command."""
+        mounts = [f"mount --bind $HOME/{name} /{name}" for name in ("etc", "var/lib")]
+        make = f"make --silent -C {CHECKOUT} {target} INIT=systemd PREFIX=$HOME"
+        if terminal is None:
+            make = f'printf %s "$0" | {make}'
+        script = "\n".join([HIDE, *mounts, first, make])
+        enter = need("unshare"), "--mount", "sh", "-ec", script, given
+        return self.run(*enter, stdin=terminal or subprocess.DEVNULL)
+
+    def refuse(self, words: str, given: str = "", first: str = "") -> None:
+        """Assert that an installation says so and fails, without a trace of the URL."""
+        ended = self.make("install-notify", given, first)
+        assert ended.returncode
+        assert words in ended.stderr
+        assert "systemctl enable" not in ended.stdout
+        assert self.phone.topic not in ended.stdout + ended.stderr
+        assert self.phone.messages == []
+
+    def installed(self) -> dict[str, int]:
+        """Return the modes of the files that an installation makes."""
+        places = "bin/waker-notify", "etc/waker/notify*", "lib/systemd/system/*"
+        found = [path for place in places for path in self.folder.glob(place)]
+        return {path.name: path.stat().st_mode & 0o777 for path in found}
+
+
+@pytest.fixture
+def new_box(machine: Machine, phone: Phone, tmp_path: Path) -> NewBox:
+    need_root()
+    for program in ("curl", "make"):
+        need(program)
+    return NewBox(tmp_path, machine, phone)
+
+
+def test_install_asks_on_a_terminal_and_uninstall_removes_everything(
+    new_box: NewBox, phone: Phone
+) -> None:
+    """Another installation replaces the address, or keeps it."""
+    install = "install-notify"
+    keyboard, terminal = pty.openpty()
+    os.write(keyboard, f"{phone.url}\n{phone.url}/new\n\n".encode())
+    try:
+        first = new_box.make(install, first="umask 077", terminal=terminal).stdout
+        new_box.url.chmod(0o644)
+        second = new_box.make(install, terminal=terminal).stdout
+        assert new_box.make(install, terminal=terminal).returncode == 0
+    finally:
+        os.close(terminal)
+        os.close(keyboard)
+    assert phone.messages == [hello("off")] * 3
+    assert phone.paths == [phone.topic, f"{phone.topic}/new", f"{phone.topic}/new"]
+    assert re.search(r"https://ntfy\.sh/(?!0+\b)[0-9a-f]{16}\b", first)
+    assert f":\n{STARTED}" in first
+    assert "only Enter to keep the one you have" in second
+    assert f":\n{STOPPED}systemctl stop waker-notify.service\n{STARTED}" in second
+    units = {"waker-notify.service": 0o644, "waker-notify.timer": 0o644}
+    files = {"notify_url": 0o600, "waker-notify": 0o755} | units
+    assert new_box.installed() == files
+    unit = new_box.folder.joinpath("lib/systemd/system/waker-notify.service")
+    where = f"Environment=PATH={new_box.bin}:/usr/bin:/bin"
+    assert where in unit.read_text().splitlines()
+
+    assert "systemctl" not in new_box.make("uninstall DESTDIR=/nowhere").stdout
+    assert new_box.installed() == files
+    assert new_box.make("uninstall").stdout.startswith(STOPPED)
+    assert new_box.installed() == {}
+    assert not new_box.state.exists()
+
+
+def test_install_fails_if_the_first_message_cannot_be_sent(
+    new_box: NewBox, phone: Phone
+) -> None:
+    """But it keeps the address, as it is."""
+    urls = [
+        f"http://[::1]:{free_port()}{phone.topic}",
+        f"http://me:x@127.0.0.1:{free_port()}{phone.topic}/b?c=$d#e",
+        phone.url,  # which would answer, but the box has no network then
+    ]
+    for url in urls:
+        if url == phone.url:
+            new_box.show("unknown")
+        new_box.refuse("could not be sent", url)
+        assert new_box.url.read_text() == f"{url}\n"
+
+
+OLD = "/etc/systemd/system/waker-notify"
+REMEDIES = {
+    "no curl": ("hide curl", "sudo apt install curl"),
+    "no systemd": ("rm $HOME/bin/systemctl; hide systemctl", "needs systemd"),
+    "no waker": ("rm $HOME/bin/waker", "sudo make install"),
+    "no settings": ("rm /etc/waker/waker.env", "sudo make install"),
+    "old service": (f"touch {OLD}.service", f"sudo rm -f {OLD}.service {OLD}.timer"),
+    "old timer": (f"ln -s /x {OLD}.timer", "disable --now waker-notify.timer"),
+}
+
+
+@each("missing remedy", REMEDIES)
 def test_install_names_what_is_missing_and_changes_nothing(
-    missing: str, remedy: str, root: Root, phone: Phone
+    missing: str, remedy: str, new_box: NewBox
 ) -> None:
-    script = f"{HIDE}; mkdir -p /etc/systemd/system; {missing}; before=$({LIST})"
-    script += f'\n{REFUSED}\n[ "$({LIST})" = "$before" ]'
-    status, printed = root.run(script, phone.url)
-    assert status == 0, printed
-    assert remedy in printed
-    assert "systemctl " not in printed.replace("    sudo systemctl", "")
-    assert not phone.messages
+    new_box.refuse(remedy, new_box.phone.url, missing)
+    assert new_box.installed() == {}
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "",
-        "topic",
-        "ntfy.sh/topic",
-        "ftp://ntfy.sh/topic",
-        "https://ntfy.sh",
-        "https://ntfy.sh/",
-        "https://ntfy.sh?topic/x",
-        "https://ntfy.sh#topic/x",
-        "https:///topic",
-        "https://:80/topic",
-        "https://ntfy.sh/two words",
-        "https://ntfy.sh/a\tb",
-        "https://ntfy.sh/\x1b[31m",
-        "https://ntfy.sh/topic\r",
-        "https://ntfy.sh/ä",
-        "https://ntfy.sh/a\\b",
-        'https://ntfy.sh/a"b',
-        "https://ntfy.sh/a'b",
-    ],
-)
 def test_install_refuses_what_is_not_an_address_and_changes_nothing(
-    address: str, root: Root
+    new_box: NewBox,
 ) -> None:
-    script = f'before=$({LIST})\n{REFUSED}\n[ "$({LIST})" = "$before" ]'
-    status, printed = root.run(script, f"{address}\nhttps://ntfy.sh/second-line\n")
-    assert status == 0, printed
-    assert "https://ntfy.sh/YOUR-SECRET-TOPIC" in printed
-    assert "systemctl" not in printed
-    assert not address or f"{address}\n" not in printed
-
-
-@pytest.mark.parametrize(
-    "address", ["http://[::1]:{}/topic", "http://me:secret@127.0.0.1:{}/a/b?c=$d#e"]
-)
-def test_install_keeps_an_address_as_it_is(address: str, root: Root) -> None:
-    """Nothing answers there."""
-    given = address.format(free_port())
-    status, printed = root.run(f"{REFUSED}; cat /etc/waker/notify_url", given)
-    assert status == 0
-    assert printed.endswith(f"\n{given}\n")
+    starts = "ntfy.sh/x", "ftp://ntfy.sh/x", "https:///x", "https://:80/x"
+    no_topics = "https://ntfy.sh/", "https://ntfy.sh?x/y", "https://ntfy.sh#x/y"
+    signs = (f"https://ntfy.sh/a{sign}b" for sign in " \\\"'ä")
+    for url in ("", *starts, *no_topics, *signs):
+        given = f"{url}\nhttps://ntfy.sh/second-line"
+        new_box.refuse("https://ntfy.sh/YOUR-SECRET-TOPIC", given)
+        assert new_box.installed() == {}, url
