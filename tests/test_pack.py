@@ -2,19 +2,26 @@
 
 import subprocess
 import sys
-import traceback
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import CHECKOUT, PASSPHRASE, PIN, daemon, environment, make, need
+from conftest import (
+    CHECKOUT,
+    PASSPHRASE,
+    PIN,
+    daemon,
+    environment,
+    make,
+    need,
+    run_waker,
+)
 from machine import Machine
 
 import waker
 
-NAMES = ["waker.py", "ui.html", "__main__.py"]  # and the code, if it is compiled
-VERSION = f"waker {waker.__version__}\n"
+SOURCES = ["waker.py", "ui.html"]
+NAMES = [*SOURCES, "__main__.py"]  # and the code, if it is compiled
 
 
 def pack(source: Path, target: Path, *limits: str) -> Path:
@@ -42,13 +49,10 @@ def run(program: Path, *arguments: str, **variables: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout
 
 
-def change(program: Path, name: str, edit: Callable[[bytes], bytes]) -> None:
-    """Change one of the files in the program."""
-    with zipfile.ZipFile(program) as archive:
-        files = {each: archive.read(each) for each in archive.namelist()}
-    with zipfile.ZipFile(program, "w") as archive:
-        for each, data in files.items():
-            archive.writestr(each, edit(data) if each == name else data)
+def replace(program: Path, name: str, data: bytes) -> None:
+    """Replace a file in the program: the last one of a name counts."""
+    with zipfile.ZipFile(program, "a") as archive, pytest.warns(match="Duplicate name"):
+        archive.writestr(name, data)
 
 
 # ---- What is in it -------------------------------------------------------------------
@@ -64,7 +68,7 @@ def test_the_same_sources_make_the_same_program(tmp_path: Path) -> None:
     assert built[0].stat().st_mode & 0o777 == 0o755  # README: sudo dist/waker check
     with zipfile.ZipFile(built[0]) as archive:
         assert archive.namelist() == [*NAMES, "waker.pyc"]
-        for name in NAMES[:2]:
+        for name in SOURCES:
             assert archive.read(name) == (CHECKOUT / name).read_bytes()
     # Its files have other dates than their copies, and the archive has none.
     whole = {
@@ -74,103 +78,67 @@ def test_the_same_sources_make_the_same_program(tmp_path: Path) -> None:
     assert len(whole) == 1
 
 
-def test_what_cannot_be_packed_replaces_no_program(tmp_path: Path) -> None:
-    program = pack(CHECKOUT, tmp_path / "waker")
+def test_what_cannot_be_packed_replaces_no_program(
+    program: Path, tmp_path: Path
+) -> None:
     before = program.read_bytes()
-    for name, data in (("waker.py", b"no Python"), ("ui.html", None)):
-        folder = tmp_path / name
+    wrong, half = tmp_path / "wrong", tmp_path / "half"
+    for folder in (wrong, half):
         folder.mkdir()
-        for each in NAMES[:2]:
-            if each != name:
-                folder.joinpath(each).write_bytes((CHECKOUT / each).read_bytes())
-            elif data:
-                folder.joinpath(each).write_bytes(data)
+        folder.joinpath("waker.py").write_bytes((CHECKOUT / "waker.py").read_bytes())
+    wrong.joinpath("ui.html").touch()
+    wrong.joinpath("waker.py").write_text("no Python")
+    full = need("prlimit"), "--fsize=99999"
+    sources = (wrong, ()), (half, ()), (CHECKOUT / "README.md", ()), (CHECKOUT, full)
+    for source, limits in sources:
         with pytest.raises(subprocess.CalledProcessError):
-            pack(folder, program)
-    with pytest.raises(subprocess.CalledProcessError):
-        pack(CHECKOUT / "README.md", program)
-    with pytest.raises(subprocess.CalledProcessError):
-        pack(CHECKOUT, program, need("prlimit"), "--fsize=99999")  # the disk is full
-    assert program.read_bytes() == before
+            pack(source, program, *limits)
+        assert program.read_bytes() == before
 
 
-@pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin"])
-def test_the_compiled_code_is_what_runs(program: Path, zone: str) -> None:
+def test_the_compiled_code_is_what_runs_unless_this_python_differs(
+    program: Path,
+) -> None:
     """Python compares time stamps, if there are any, in local time."""
-    change(program, "waker.py", lambda _: b"no Python")
-    assert run(program, "--version", TZ=zone) == (0, VERSION)
-
-
-def test_another_python_takes_the_source(program: Path) -> None:
-    """It does not know the number that begins the code."""
-    change(program, "waker.pyc", lambda code: b"\0\0\r\n" + code[4:99])
-    assert run(program, "--version") == (0, VERSION)
+    right = 0, f"waker {waker.__version__}\n"
+    replace(program, "waker.py", b"no Python")
+    for zone in ("UTC", "Europe/Berlin"):
+        assert run(program, "--version", TZ=zone) == right
+    # Python does not know the number that begins this code.
+    replace(program, "waker.py", CHECKOUT.joinpath("waker.py").read_bytes())
+    replace(program, "waker.pyc", b"\0\0\r\n" + b"code" * 24)
+    assert run(program, "--version") == right
 
 
 # ---- What it does --------------------------------------------------------------------
 
 
-def test_it_works_from_a_read_only_file_system(
-    machine: Machine, program: Path, tmp_path: Path
-) -> None:
-    script = 'mount --bind "$0" "$0"; mount -o remount,bind,ro "$0"; exec "$@"'
-    read_only = "unshare", "--mount", "sh", "-ec", script, str(tmp_path)
-    settings = machine.ask().settings()
-    command = (sys.executable, str(program))
-    with daemon(settings, *read_only, program=command) as started:
-        client = started.client.log_in()
-        assert client.call("GET", "/").body == CHECKOUT.joinpath("ui.html").read_bytes()
-        assert client.unlock().json["message"] == "Unlocked: root."
-    assert machine.received() == [PASSPHRASE.encode()]
-    own = {"WAKER_PIN": PIN, "WAKER_LISTEN": "127.0.0.1:0"}
-    status, shown = run(program, "check", **machine.ask().settings(), **own)
-    assert (status, shown.count("WRONG")) == (0, 0), shown
-    assert "root can log in" in shown
-
-
-def test_an_upgrade_does_not_disturb_a_daemon_that_runs(
+def test_it_works_from_a_read_only_file_system_and_while_it_is_replaced(
     machine: Machine, program: Path, tmp_path: Path
 ) -> None:
     """In the new archive, everything has another place."""
     newer = tmp_path / "newer"
     newer.mkdir()
-    for name in NAMES[:2]:
+    for name in SOURCES:
         newer.joinpath(name).write_bytes((CHECKOUT / name).read_bytes() + b"\n" * 999)
+    settings = machine.ask().settings(PIN=PIN, LISTEN="127.0.0.1:0")
+    status, shown = run(program, "check", **settings)
+    assert (status, shown.count("WRONG")) == (0, 0), shown
+    assert "root can log in" in shown
+    script = 'mount --bind "$0" "$0"; mount -o remount,bind,ro "$0"; exec "$@"'
+    read_only = "unshare", "--mount", "sh", "-ec", script, str(tmp_path)
     command = (sys.executable, str(program))
-    with daemon(machine.ask().settings(), program=command) as started:
-        client = started.client.log_in()
-        page = client.call("GET", "/").body
+    with daemon(settings, *read_only, program=command) as started:
         pack(newer, program)
+        client = started.client.log_in()
         assert client.unlock().json["message"] == "Unlocked: root."
-        assert client.call("GET", "/").body == page
+        assert client.call("GET", "/").body == CHECKOUT.joinpath("ui.html").read_bytes()
+    assert machine.received() == [PASSPHRASE.encode()]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "words"),
-    [
-        (["--help"], 0, "usage: waker"),
-        (["shutdown"], 2, "usage: waker"),
-        (["--env-file", "/nowhere"], 78, "/nowhere: No such file"),
-        (["unlock"], 78, "WAKER_HOMELAB_HOST is not set"),
-    ],
-    ids=str,
-)
-def test_its_statuses_are_those_of_the_checkout(
-    program: Path, arguments: list[str], status: int, words: str
-) -> None:
-    seen, shown = run(program, *arguments, WAKER_INITRD_SSH_PORT="2222")
-    assert seen == status
-    assert words in shown
-
-
-def test_a_traceback_names_the_line(program: Path) -> None:
-    """As does the log, which names it without a traceback."""
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import waker; waker.parse_mac('')"
-    )
-    command = [sys.executable, "-c", code, str(program)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    with pytest.raises(ValueError) as here:  # noqa: PT011 - the line matters
-        waker.parse_mac("")
-    line = traceback.extract_tb(here.tb)[-1].lineno
-    assert f'File "waker.py", line {line}, in parse_mac' in ended.stderr
+def test_its_statuses_and_messages_are_those_of_the_checkout(program: Path) -> None:
+    assert run(program, "--help")[1].startswith("usage: waker [")
+    for arguments in (["--env-file", "/nowhere"], ["unlock"]):
+        here = run_waker(*arguments)
+        assert here.returncode
+        assert run(program, *arguments) == (here.returncode, here.stdout + here.stderr)
