@@ -1,4 +1,8 @@
-"""What waker.py may touch, and whether it, its units and its descriptions agree."""
+"""What waker.py may touch, and whether it, its units and its descriptions agree.
+
+A test that compares with the program's own constant cannot notice that it changed. So
+the limits that README and docs promise are here, as numbers.
+"""
 
 import ast
 import os
@@ -14,6 +18,24 @@ SOURCE = CHECKOUT.joinpath("waker.py").read_text()
 TREE = ast.parse(SOURCE)
 NETWORK = r"socket\.(socket|create_\w+|getaddrinfo)\(|\.connect\(\(|sendto\("
 MAY_USE_IT = {"open_tcp", "find_source_address", "find_tunnel", "wake", "listen"}
+LIMITS = {
+    "SYSTEM_SECONDS": 8,
+    "PACKET_SECONDS": 10,
+    "RETRY_SECONDS": 5,
+    "READY_SECONDS": 120,
+    "DOUBT_SECONDS": 45,
+    "START_SECONDS": 600,
+    "SHOWN_SECONDS": 3600,
+    "UNLOCK_SECONDS": 90,
+    "TOKEN_SECONDS": 900,
+    "ATTEMPT_SECONDS": 60,
+    "MAX_CLIENTS": 4096,
+    "MAX_HEAD": 16384,
+    "MAX_BODY": 16384,
+    "MAX_CONNECTIONS": 64,
+    "CLIENT_SECONDS": 10,
+    "MAX_MEMORY": 64 * 1024 * 1024,
+}
 
 
 def users(pattern: str) -> set[str]:
@@ -81,9 +103,16 @@ def test_the_program_and_its_units_agree() -> None:
     unit = CHECKOUT.joinpath("waker.service").read_text()
     values = dict(re.findall(r"(?m)^(\w+)=(.*)$", unit))
     assert values["RestartPreventExitStatus"] == str(os.EX_CONFIG)
+    assert (values["Restart"], values["OOMPolicy"]) == ("on-failure", "continue")
     stop = values["TimeoutStopSec"]
     assert int(stop) > 90 + 5  # a process that unlocks is killed then
     assert f"term_timeout {stop} " in CHECKOUT.joinpath("waker.init").read_text()
     passed = re.findall(r"(?m)^LoadCredential=(.*):/etc/waker/\1$", unit)
     given = re.findall("SetCredential=(.*?):", unit)
     assert passed == given == ["waker.env", "ssh_key"]
+
+
+def test_limits_are_as_promised() -> None:
+    assert {name: getattr(waker, name) for name in LIMITS} == LIMITS
+    assert waker.Config().packet_port == 9
+    assert waker.parse_arguments(["unlock"]).seconds == 90
