@@ -6,7 +6,6 @@ start of the process; MB are its resident set. ApacheBench asks for 8 pages at a
     python3 tests/load/bench.py [ROUNDS]
 """
 
-import contextlib
 import os
 import platform
 import re
@@ -15,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -24,7 +24,7 @@ from conftest import CHECKOUT, MACHINE, PASSPHRASE, PIN, daemon, environment, ne
 from machine import Machine
 
 Figures = Sequence[float]
-Row = tuple[str, Figures]  # of one round
+Command = tuple[str, ...]
 
 LOCAL = "127.0.0.1"
 SETTINGS = MACHINE | {"WAKER_PIN": PIN}
@@ -49,19 +49,18 @@ server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 print("it listens on port", server.server_port, file=sys.stderr, flush=True)
 server.serve_forever()
 """
-SERVERS = {
-    "http.server": (sys.executable, "-c", EMPTY_SERVER),
-    "waker": (sys.executable, str(CHECKOUT / "dist/waker")),
-}
-
-
-def show_head(*columns: str) -> None:
-    print(f"\n| {' | '.join(columns)} |")
-    print("|---" * len(columns) + "|", flush=True)
+EMPTY = sys.executable, "-c", EMPTY_SERVER
+LATER = "MB after 1,000, and an unlock by waker"
+WAKER = sys.executable, str(CHECKOUT / "dist/waker")
 
 
 def show_row(*cells: str) -> None:
     print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def show_head(*columns: str) -> None:
+    print(f"\n| {' | '.join(columns)} |")
+    show_row(*["---"] * len(columns))
 
 
 def figure(number: float) -> str:
@@ -82,72 +81,68 @@ def ask_for_pages(port: int) -> float:
     return float(re.findall(r"Requests per second: +([\d.]+)", told)[0])
 
 
-def serve(machine: Machine, rounds: int) -> Iterator[Row]:
-    for name in list(SERVERS) * rounds:
-        settings = machine.ask().settings(PIN=PIN)
-        began = time.perf_counter()
-        with daemon(settings, program=SERVERS[name]) as started:
-            pid, client = started.process.pid, started.client
-            assert client.call("GET", "/").status == 200
-            figures = [(time.perf_counter() - began) * 1000, rss(pid)]
-            figures.append(ask_for_pages(client.port))
-            if name == "waker":
-                assert client.log_in().unlock().status == 200
-            yield name, [*figures, rss(pid)]
+def serve(machine: Machine, server: Command) -> Figures:
+    """Return ms to the first page, MB, pages a second, and MB in the end."""
+    settings = machine.ask().settings(PIN=PIN)
+    began = time.perf_counter()
+    with daemon(settings, program=server) as started:
+        pid, client = started.process.pid, started.client
+        assert client.call("GET", "/").status == 200
+        figures = [(time.perf_counter() - began) * 1000, rss(pid)]
+        figures.append(ask_for_pages(client.port))
+        if server == WAKER:
+            assert client.log_in().unlock().status == 200
+        return [*figures, rss(pid)]
 
 
-def unlock(machine: Machine, rounds: int) -> Iterator[Row]:
-    known = machine.folder / "known_hosts"
-    port = machine.ask().initrd_port
+def unlock(machine: Machine, command: Command) -> Figures:
+    """Return the ms that it takes."""
+    env, given = environment(machine.ask().settings()), PASSPHRASE.encode()
+    began = time.perf_counter()
+    subprocess.run(command, env=env, input=given, capture_output=True, check=True)
+    taken = (time.perf_counter() - began) * 1000
+    assert machine.received() == [given]
+    return [taken]
+
+
+def ssh_to(machine: Machine) -> Command:
+    """Return the command that does what `waker unlock` does."""
+    known, port = machine.folder / "known_hosts", machine.initrd_port
     known.write_text(f"[{LOCAL}]:{port} {machine.host_key}\n")
-    ssh = f"{need('ssh')} -F none -o UserKnownHostsFile={known} -o BatchMode=yes"
-    ssh += " -o StrictHostKeyChecking=yes -o GlobalKnownHostsFile=none"
-    ssh += f" -o IdentitiesOnly=yes -i {machine.ssh_key} -p {port}"
-    commands = {
-        "ssh": [*ssh.split(), f"root@{LOCAL}", "cryptroot-unlock"],
-        "waker": [*SERVERS["waker"], "unlock"],
-    }
-    env, given = environment(machine.settings()), PASSPHRASE.encode()
-    for name in list(commands) * rounds:
-        machine.ask()
-        began = time.perf_counter()
-        subprocess.run(
-            commands[name], env=env, input=given, capture_output=True, check=True
-        )
-        yield name, [(time.perf_counter() - began) * 1000]
-        assert machine.received() == [given]
+    options = f"-F none -o UserKnownHostsFile={known} -o GlobalKnownHostsFile=none"
+    options += " -o StrictHostKeyChecking=yes -o BatchMode=yes -o IdentitiesOnly=yes"
+    options += f" -i {machine.ssh_key} -p {port} root@{LOCAL} cryptroot-unlock"
+    return need("ssh"), *options.split()
 
 
-def medians(rounds: Sequence[Figures]) -> list[float]:
+def medians(rounds: Sequence[Figures]) -> Figures:
     return [statistics.median(column) for column in zip(*rounds, strict=True)]
 
 
-def show_table(*columns: str, rows: Iterator[Row]) -> tuple[Figures, Figures]:
-    """Print two rows; returns the figures of the second one, and their ratios."""
-    found: dict[str, list[Figures]] = {}
-    for name, figures in rows:
-        found.setdefault(name, []).append(figures)
-    (floor, first), (name, second) = found.items()
-    pairs = [zip(*pair, strict=True) for pair in zip(second, first, strict=True)]
-    ratios = medians([[x / y for x, y in pair] for pair in pairs])
-    cells = zip(map(figure, medians(second)), ratios, strict=True)
-    show_head(*columns)
-    show_row(floor, *map(figure, medians(first)))
-    show_row(name, *(f"{cell} x{ratio:.2f}" for cell, ratio in cells))
-    return medians(second), ratios
+def compare(
+    names: Sequence[str], rounds: Sequence[tuple[Figures, Figures]]
+) -> tuple[Figures, Figures]:
+    """Print medians; returns the second one's, and their ratios to the first one's."""
+    first, second = map(medians, zip(*rounds, strict=True))
+    pairs = [zip(*pair, strict=True) for pair in rounds]
+    ratios = medians([[y / x for x, y in pair] for pair in pairs])
+    show_row(names[0], *map(figure, first))
+    cells = zip(map(figure, second), ratios, strict=True)
+    show_row(names[1], *(f"{cell} x{ratio:.2f}" for cell, ratio in cells))
+    return second, ratios
 
 
-def main(rounds: int) -> int:
+def main(times: int) -> int:
     """Print tables and promises; returns 0 if all is as it is promised."""
     print(os.cpu_count(), "processors,", "Python", platform.python_version())
-    columns = ["server", "ms to the first page", "MB", "pages a second"]
-    columns.append("MB after 1,000, and an unlock by waker")
-    with (
-        tempfile.TemporaryDirectory() as name,
-        contextlib.closing(Machine(Path(name))) as machine,
-    ):
-        figures, ratios = show_table(*columns, rows=serve(machine, rounds))
-        _, (slower,) = show_table("unlock", "ms", rows=unlock(machine, rounds))
+    with tempfile.TemporaryDirectory() as name, closing(Machine(Path(name))) as machine:
+        show_head("server", "ms to the first page", "MB", "pages a second", LATER)
+        rounds = [(serve(machine, EMPTY), serve(machine, WAKER)) for _ in range(times)]
+        figures, ratios = compare(["http.server", "waker"], rounds)
+        show_head("unlock", "ms")
+        ssh, own = ssh_to(machine), (*WAKER, "unlock")
+        rounds = [(unlock(machine, ssh), unlock(machine, own)) for _ in range(times)]
+        _, (slower,) = compare(["ssh", "waker"], rounds)
     kept = figures[3] - figures[1]
     promises = {
         "at most x1.45 of the time to the first page": ratios[0] <= 1.45,

@@ -16,7 +16,6 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from conftest import GET, POST, daemon
 
 Where = tuple[str, int]
 
+FORK = multiprocessing.get_context("fork")
 LIMIT = ("prlimit", "--nofile=1024", "env", "MALLOC_ARENA_MAX=2")  # as in the unit
 
 
@@ -32,51 +32,45 @@ LIMIT = ("prlimit", "--nofile=1024", "env", "MALLOC_ARENA_MAX=2")  # as in the u
 
 
 class Attack(NamedTuple):
-    """What is done, by how many connections, from how many addresses."""
+    """What as many addresses do, with a connection each."""
 
     kind: str
-    first: bytes  # what a connection sends
-    drip: bytes  # what it sends every second after it; if nothing, it reads a byte
     number: int
-    addresses: int
     seconds: float  # that the owner waits longer at most, as promised
+    first: bytes = b""  # what a connection sends
+    drip: bytes = (
+        b""  # what it sends every second after it; if nothing, it reads a byte
+    )
     bursts: bool = False  # all connections are opened again at once, every two seconds
-    tabs: int = 1  # connections that the owner opens at a time
 
     def __str__(self) -> str:
-        if not self.number:
-            return "no attack"
-        owner = f", owner opens {self.tabs}" if self.tabs > 1 else ""
-        return f"{self.number:,} {self.kind}, from {self.addresses:,}{owner}"
+        return f"{self.number:,} {self.kind}"
 
 
-def floods(kind: str, first: bytes = b"", drip: bytes = b"") -> list[Attack]:
-    sizes = (1000, 1), (4000, 3)
-    return [Attack(kind, first, drip, n, n, seconds) for n, seconds in sizes]
-
-
+HEADS = GET, b"X: y\r\n"
+SLOW = {
+    "silent connections": (b"", b""),
+    "slow heads": HEADS,
+    "slow bodies": (POST + b"Content-Length: 16384\r\n\r\n", b"x"),
+    "answers hardly read": (GET + b"\r\n", b""),
+    "garbage and stay": (b"\x01\x02\x03\x04", b"\x01"),
+}
 ATTACKS = [
-    Attack("connections", b"", b"", 0, 0, 0),
-    *floods("silent connections"),
-    *floods("slow heads", GET, b"X: y\r\n"),
-    Attack("slow heads in bursts", GET, b"X: y\r\n", 1000, 1000, 2, bursts=True),
-    Attack("slow heads", GET, b"X: y\r\n", 100, 100, 1, tabs=6),
-    *floods("slow bodies", POST + b"Content-Length: 16384\r\n\r\n", b"x"),
-    *floods("answers hardly read", GET + b"\r\n"),
-    Attack("garbage and stay", b"\x01\x02\x03\x04", b"\x01", 72, 3, 1),
-    *floods("garbage and stay", b"\x01\x02\x03\x04", b"\x01"),
+    Attack("connections", 0, 0),
+    *(Attack(kind, 1000, 1, first, drip) for kind, (first, drip) in SLOW.items()),
+    *(Attack(kind, 4000, 3, first, drip) for kind, (first, drip) in SLOW.items()),
+    Attack("slow heads in bursts", 1000, 2, *HEADS, bursts=True),
 ]
 
 
 async def keep_open(attack: Attack, where: Where, number: int) -> None:
     """Keep one of its connections open."""
     loop = asyncio.get_running_loop()
-    address = number % attack.addresses
     await asyncio.sleep(number / attack.number)
     while True:
         with socket.socket() as tcp, contextlib.suppress(OSError):
             tcp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-            tcp.bind((f"127.1.{address // 250}.{1 + address % 250}", 0))
+            tcp.bind((f"127.1.{number // 250}.{1 + number % 250}", 0))
             tcp.setblocking(False)
             await loop.sock_connect(tcp, where)
             tcp.send(attack.first)
@@ -95,20 +89,6 @@ async def assault(attack: Attack, where: Where) -> None:
     await asyncio.gather(*(keep_open(attack, where, n) for n in range(attack.number)))
 
 
-@contextlib.contextmanager
-def under(attack: Attack, where: Where) -> Iterator[None]:
-    """Have another process attack."""
-    fork = multiprocessing.get_context("fork")
-    process = fork.Process(
-        target=lambda: asyncio.run(assault(attack, where)), daemon=True
-    )
-    process.start()
-    try:
-        yield
-    finally:
-        process.kill()
-
-
 # ---- The owner -----------------------------------------------------------------------
 
 
@@ -125,17 +105,21 @@ def ask(where: Where) -> float:
 
 def besiege(attack: Attack) -> Figures:
     """Be the owner of a daemon that is attacked; returns the figures."""
-    with daemon(SETTINGS, *LIMIT) as started:
+    with daemon(SETTINGS, *LIMIT) as started, ThreadPoolExecutor(200) as owner:
         pid, where = started.process.pid, (LOCAL, started.client.port)
         answers, before, memory, threads = [], rss(pid), 0.0, 0
-        with under(attack, where), ThreadPoolExecutor(200) as pool:
+        attacker = FORK.Process(target=lambda: asyncio.run(assault(attack, where)))
+        attacker.start()
+        try:
             time.sleep(2)  # all of them come within the first second
             for _ in range(100):
-                answers += [pool.submit(ask, where) for _ in range(attack.tabs)]
+                answers.append(owner.submit(ask, where))
                 memory = max(memory, rss(pid) - before)
                 threads = max(threads, started.uses()[0])
                 time.sleep(0.1)
             times = sorted(answer.result() for answer in answers)
+        finally:
+            attacker.kill()
     lost = times.count(math.inf)
     answered = times[: len(times) - lost] or [math.inf]
     return [statistics.median(answered), answered[-1], lost, memory, threads]
