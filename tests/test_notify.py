@@ -28,7 +28,6 @@ PORTS = {
     "locked": (OPEN, CLOSED),
     "up": (CLOSED, OPEN),
 }
-NOTIFY = CHECKOUT / "box/notify"
 NO_ROUTE = "224.0.0.1"  # nobody connects to a multicast address
 Ended = subprocess.CompletedProcess[str]
 
@@ -87,10 +86,23 @@ def phone() -> Iterator[Phone]:
         yield phone
 
 
-class Box:
-    """Has waker and its settings, the phone's address, and the last state.
+# systemctl, without a systemd: it prints what it is asked, and starts the service.
+SYSTEMCTL = """\
+echo "systemctl $*"
+[ "$*" = "start waker-notify.service" ] || exit 0
+mkdir -p $STATE_DIRECTORY
+unit=${0%bin/*}lib/systemd/system/waker-notify.service
+exec $(sed -n 's|%d|/etc/waker|g; s/^ExecStart=//p' $unit)
+"""
+HIDE = """hide() {
+    ! file=$(command -v $1) || mount --bind /dev/null "$(readlink -f "$file")"
+}"""
 
-    Its folder has what is in /etc and /var/lib of a real box, and is the PREFIX.
+
+class Box:
+    """A box on which `make install` has run.
+
+    Its folder is the PREFIX, and has what else a box has in /etc and /var/lib.
     """
 
     def __init__(self, folder: Path, machine: Machine, phone: Phone) -> None:
@@ -98,21 +110,14 @@ class Box:
         self.state = folder / "var/lib/private/waker-notify"
         self.settings = folder / "etc/waker/waker.env"
         self.url = self.settings.with_name("notify_url")
-        self.bin = folder / "bin"
-        for made in (self.state, self.url.parent, self.bin):
-            made.mkdir(parents=True)
-        self.add("waker", f'cd {CHECKOUT} && exec {sys.executable} -m waker "$@"\n')
-        self.use(phone.url)
+        for name in ("bin", "etc/waker", "etc/systemd/system", "var/lib"):
+            folder.joinpath(name).mkdir(parents=True)
+        waker = f'cd {CHECKOUT} && exec {sys.executable} -m waker "$@"\n'
+        for name, script in (("waker", waker), ("systemctl", SYSTEMCTL)):
+            program = folder / "bin" / name
+            program.write_text(f"#!/bin/sh\n{script}")
+            program.chmod(0o755)
         self.show("off")
-
-    def add(self, name: str, script: str) -> None:
-        """Add a program."""
-        self.bin.joinpath(name).write_text(f"#!/bin/sh\n{script}")
-        self.bin.joinpath(name).chmod(0o755)
-
-    def use(self, url: str) -> None:
-        """Set the phone's address."""
-        self.url.write_text(f"{url}\n")
 
     def show(self, state: str) -> None:
         """Let a check find the server in that state."""
@@ -127,7 +132,7 @@ class Box:
 
     def run(self, *command: str, stdin: int = subprocess.DEVNULL) -> Ended:
         """Run a command with the environment of the unit."""
-        path = f"{self.bin}:{os.environ['PATH']}"
+        path = f"{self.folder}/bin:{os.environ['PATH']}"
         own = {"PATH": path, "STATE_DIRECTORY": str(self.state)}
         return subprocess.run(
             command,
@@ -139,25 +144,56 @@ class Box:
             timeout=60,
         )
 
-    def check(self, shell: str = "sh") -> tuple[int, str]:
+    def check(self, shell: str = "sh", url: str = "") -> tuple[int, str]:
         """Do what the timer does every minute; returns the status and the errors."""
+        self.state.mkdir(parents=True, exist_ok=True)
+        self.url.write_text(f"{url or self.phone.url}\n")
         program, *applet = shell.split()
-        files = NOTIFY / "notify", self.settings, self.url
+        files = CHECKOUT / "box/notify/notify", self.settings, self.url
         ended = self.run(need(program), *applet, *map(str, files))
         assert ended.stdout == ""
         return ended.returncode, ended.stderr
 
-    def fail(self, shell: str = "sh") -> None:
+    def fail(self, shell: str = "sh", url: str = "") -> None:
         """Do that, and assert that it fails without printing the topic."""
-        status, errors = self.check(shell)
+        status, errors = self.check(shell, url)
         assert status
         assert "curl: (" in errors
         assert self.phone.topic.strip("/") not in errors
 
+    def make(
+        self, target: str, given: str = "", first: str = "", terminal: int | None = None
+    ) -> Ended:
+        """Run make as root, in a mount namespace, perhaps after another command."""
+        need_root()
+        mounts = [f"mount --bind $HOME/{name} /{name}" for name in ("etc", "var/lib")]
+        make = f"make --silent -C {CHECKOUT} {target} INIT=systemd PREFIX=$HOME"
+        if terminal is None:
+            make = f'printf %s "$0" | {make}'
+        script = "\n".join([HIDE, *mounts, first, make])
+        enter = need("unshare"), "--mount", "sh", "-ec", script, given
+        return self.run(*enter, stdin=terminal or subprocess.DEVNULL)
+
+    def refuse(self, words: str, given: str = "", first: str = "") -> None:
+        """Assert that an installation says so and fails, without a trace of the URL."""
+        ended = self.make("install-notify", given, first)
+        assert ended.returncode
+        assert words in ended.stderr
+        assert "systemctl enable" not in ended.stdout
+        assert self.phone.topic not in ended.stdout + ended.stderr
+        assert self.phone.messages == []
+
+    def installed(self) -> dict[str, int]:
+        """Return the modes of the files that an installation makes."""
+        places = "bin/waker-notify", "etc/waker/notify*", "lib/systemd/system/*"
+        found = [path for place in places for path in self.folder.glob(place)]
+        return {path.name: path.stat().st_mode & 0o777 for path in found}
+
 
 @pytest.fixture
 def box(machine: Machine, phone: Phone, tmp_path: Path) -> Box:
-    need("curl")
+    for program in ("curl", "make"):
+        need(program)
     return Box(tmp_path, machine, phone)
 
 
@@ -203,7 +239,7 @@ def test_a_check_that_cannot_look_or_remember_sends_nothing(
     box: Box, phone: Phone
 ) -> None:
     """Otherwise it would repeat its message every minute, as long as a disk is full."""
-    box.state.joinpath("last.new").mkdir()  # so it cannot be written
+    box.state.joinpath("last.new").mkdir(parents=True)  # so it cannot be written
     assert box.check()[0]
     box.settings.write_text("WAKER_HOMELAB_HOST=nonsense\n")
     status, errors = box.check()
@@ -220,10 +256,9 @@ def test_the_address_arrives_as_it_is_and_no_process_shows_it(
 ) -> None:
     """Even quotes and backslashes, which `install` refuses, do no harm."""
     odd = phone.topic + r"?b=c%20d&e=$HOME&f={1,2}[3-4]~;@:!*()+,`id`'" + r'"\n\\'
-    box.use(phone.url.replace(phone.topic, odd))
     # Whatever root's curl is told in general is not for this one.
     box.folder.joinpath(".curlrc").write_text(f'url = "{phone.url}"\n')
-    assert box.check() == (0, "")
+    assert box.check(url=phone.url.replace(phone.topic, odd)) == (0, "")
     assert phone.paths == [odd]
     assert b"--config" in phone.processes  # curl's own arguments were there
     assert phone.topic.encode() not in phone.processes
@@ -234,23 +269,13 @@ def test_an_address_that_does_not_work_is_not_printed(box: Box, phone: Phone) ->
     refuses, impossible = "http://127.0.0.1:1", "http://127.0.0.1:99999"
     unknown, spaces = "http://nowhere.invalid", "http://no such host"
     for origin in (refuses, impossible, unknown, spaces, "ftp://x", "file://", ""):
-        box.use(origin + phone.topic)
-        box.fail()
-    box.use(phone.url)
+        box.fail(url=origin + phone.topic)
     assert box.check() == (0, "")
     assert phone.messages == [hello("up")]
 
 
 # ---- make install-notify -------------------------------------------------------------
 
-# systemctl, without a systemd: it prints what it is asked, and starts the service.
-SYSTEMCTL = """\
-echo "systemctl $*"
-[ "$*" = "start waker-notify.service" ] || exit 0
-mkdir -p $STATE_DIRECTORY
-unit=${0%bin/*}lib/systemd/system/waker-notify.service
-exec $(sed -n 's|%d|/etc/waker|g; s/^ExecStart=//p' $unit)
-"""
 STOPPED = "systemctl disable --quiet --now waker-notify.timer\n"
 STARTED = """\
 systemctl daemon-reload
@@ -258,69 +283,20 @@ Sending a message to your phone.
 systemctl start waker-notify.service
 systemctl enable --quiet --now waker-notify.timer
 """
-HIDE = """hide() {
-    ! file=$(command -v $1) || mount --bind /dev/null "$(readlink -f "$file")"
-}"""
-
-
-class NewBox(Box):
-    """A box on which `make install` has run, but not yet `make install-notify`."""
-
-    def __init__(self, folder: Path, machine: Machine, phone: Phone) -> None:
-        super().__init__(folder, machine, phone)
-        self.url.unlink()
-        self.state.rmdir()
-        folder.joinpath("etc/systemd/system").mkdir(parents=True)
-        self.add("systemctl", SYSTEMCTL)
-
-    def make(
-        self, target: str, given: str = "", first: str = "", terminal: int | None = None
-    ) -> Ended:
-        """Run make as root, in a mount namespace, perhaps after another command."""
-        mounts = [f"mount --bind $HOME/{name} /{name}" for name in ("etc", "var/lib")]
-        make = f"make --silent -C {CHECKOUT} {target} INIT=systemd PREFIX=$HOME"
-        if terminal is None:
-            make = f'printf %s "$0" | {make}'
-        script = "\n".join([HIDE, *mounts, first, make])
-        enter = need("unshare"), "--mount", "sh", "-ec", script, given
-        return self.run(*enter, stdin=terminal or subprocess.DEVNULL)
-
-    def refuse(self, words: str, given: str = "", first: str = "") -> None:
-        """Assert that an installation says so and fails, without a trace of the URL."""
-        ended = self.make("install-notify", given, first)
-        assert ended.returncode
-        assert words in ended.stderr
-        assert "systemctl enable" not in ended.stdout
-        assert self.phone.topic not in ended.stdout + ended.stderr
-        assert self.phone.messages == []
-
-    def installed(self) -> dict[str, int]:
-        """Return the modes of the files that an installation makes."""
-        places = "bin/waker-notify", "etc/waker/notify*", "lib/systemd/system/*"
-        found = [path for place in places for path in self.folder.glob(place)]
-        return {path.name: path.stat().st_mode & 0o777 for path in found}
-
-
-@pytest.fixture
-def new_box(machine: Machine, phone: Phone, tmp_path: Path) -> NewBox:
-    need_root()
-    for program in ("curl", "make"):
-        need(program)
-    return NewBox(tmp_path, machine, phone)
 
 
 def test_install_asks_on_a_terminal_and_uninstall_removes_everything(
-    new_box: NewBox, phone: Phone
+    box: Box, phone: Phone
 ) -> None:
     """Another installation replaces the address, or keeps it."""
     install = "install-notify"
     keyboard, terminal = pty.openpty()
     os.write(keyboard, f"{phone.url}\n{phone.url}/new\n\n".encode())
     try:
-        first = new_box.make(install, first="umask 077", terminal=terminal).stdout
-        new_box.url.chmod(0o644)
-        second = new_box.make(install, terminal=terminal).stdout
-        assert new_box.make(install, terminal=terminal).returncode == 0
+        first = box.make(install, first="umask 077", terminal=terminal).stdout
+        box.url.chmod(0o644)
+        second = box.make(install, terminal=terminal).stdout
+        assert box.make(install, terminal=terminal).returncode == 0
     finally:
         os.close(terminal)
         os.close(keyboard)
@@ -328,24 +304,24 @@ def test_install_asks_on_a_terminal_and_uninstall_removes_everything(
     assert phone.paths == [phone.topic, f"{phone.topic}/new", f"{phone.topic}/new"]
     assert re.search(r"https://ntfy\.sh/(?!0+\b)[0-9a-f]{16}\b", first)
     assert f":\n{STARTED}" in first
+    assert phone.topic not in first + second
     assert "only Enter to keep the one you have" in second
     assert f":\n{STOPPED}systemctl stop waker-notify.service\n{STARTED}" in second
     units = {"waker-notify.service": 0o644, "waker-notify.timer": 0o644}
     files = {"notify_url": 0o600, "waker-notify": 0o755} | units
-    assert new_box.installed() == files
-    unit = new_box.folder.joinpath("lib/systemd/system/waker-notify.service")
-    where = f"Environment=PATH={new_box.bin}:/usr/bin:/bin"
-    assert where in unit.read_text().splitlines()
+    assert box.installed() == files
+    unit = box.folder.joinpath("lib/systemd/system/waker-notify.service").read_text()
+    assert f"\nEnvironment=PATH={box.folder}/bin:/usr/bin:/bin\n" in unit
 
-    assert "systemctl" not in new_box.make("uninstall DESTDIR=/nowhere").stdout
-    assert new_box.installed() == files
-    assert new_box.make("uninstall").stdout.startswith(STOPPED)
-    assert new_box.installed() == {}
-    assert not new_box.state.exists()
+    assert "systemctl" not in box.make("uninstall DESTDIR=/nowhere").stdout
+    assert box.installed() == files
+    assert box.make("uninstall").stdout.startswith(STOPPED)
+    assert box.installed() == {}
+    assert not box.state.exists()
 
 
 def test_install_fails_if_the_first_message_cannot_be_sent(
-    new_box: NewBox, phone: Phone
+    box: Box, phone: Phone
 ) -> None:
     """But it keeps the address, as it is."""
     urls = [
@@ -355,9 +331,9 @@ def test_install_fails_if_the_first_message_cannot_be_sent(
     ]
     for url in urls:
         if url == phone.url:
-            new_box.show("unknown")
-        new_box.refuse("could not be sent", url)
-        assert new_box.url.read_text() == f"{url}\n"
+            box.show("unknown")
+        box.refuse("could not be sent", url)
+        assert box.url.read_text() == f"{url}\n"
 
 
 OLD = "/etc/systemd/system/waker-notify"
@@ -373,19 +349,19 @@ REMEDIES = {
 
 @each("missing remedy", REMEDIES)
 def test_install_names_what_is_missing_and_changes_nothing(
-    missing: str, remedy: str, new_box: NewBox
+    missing: str, remedy: str, box: Box
 ) -> None:
-    new_box.refuse(remedy, new_box.phone.url, missing)
-    assert new_box.installed() == {}
+    box.refuse(remedy, box.phone.url, missing)
+    assert box.installed() == {}
 
 
 def test_install_refuses_what_is_not_an_address_and_changes_nothing(
-    new_box: NewBox,
+    box: Box,
 ) -> None:
     starts = "ntfy.sh/x", "ftp://ntfy.sh/x", "https:///x", "https://:80/x"
     no_topics = "https://ntfy.sh/", "https://ntfy.sh?x/y", "https://ntfy.sh#x/y"
     signs = (f"https://ntfy.sh/a{sign}b" for sign in " \\\"'ä")
     for url in ("", *starts, *no_topics, *signs):
         given = f"{url}\nhttps://ntfy.sh/second-line"
-        new_box.refuse("https://ntfy.sh/YOUR-SECRET-TOPIC", given)
-        assert new_box.installed() == {}, url
+        box.refuse("https://ntfy.sh/YOUR-SECRET-TOPIC", given)
+        assert box.installed() == {}, url
