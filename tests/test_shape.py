@@ -67,10 +67,12 @@ def test_no_program_is_among_the_pages() -> None:
     assert others == {"openapi.yaml"}
 
 
-def test_it_needs_only_paramiko_besides_python() -> None:
-    imports = [n for n in ast.walk(TREE) if isinstance(n, ast.Import | ast.ImportFrom)]
-    modules = {re.split("[ .]", ast.unparse(node))[1] for node in imports}
-    assert modules - sys.stdlib_module_names == {"paramiko"}
+def test_it_and_the_demo_need_only_paramiko_besides_python() -> None:
+    for file in ("waker.py", "tests/support/homelab.py"):
+        nodes = ast.walk(ast.parse(CHECKOUT.joinpath(file).read_text()))
+        imports = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
+        modules = {re.split("[ .]", ast.unparse(node))[1] for node in imports}
+        assert modules - sys.stdlib_module_names - {"waker"} == {"paramiko"}
 
 
 def test_an_old_python_is_reported_before_anything_else() -> None:
