@@ -27,11 +27,10 @@ def mistakes(file: Path) -> list[str]:
 def test_the_settings_filled_in_by_hand_are_valid(machine: Machine) -> None:
     machine.make_keys()
     file = machine.folder / "waker.env"
-    lines = blocks("docs/server.md", "## By hand")[0]
-    file.write_text(lines)
+    file.write_text(blocks("docs/server.md", "## By hand")[0])
     assert mistakes(file) == ["WAKER_SSH_HOST_KEY", "WAKER_PIN"]  # to be filled in
-    right = lines.replace("ssh-ed25519 AAAA…", machine.host_key)
-    file.write_text(right.replace("WAKER_PIN=…", f"WAKER_PIN={PIN}"))
+    lines = file.read_text().replace("ssh-ed25519 AAAA…", machine.host_key)
+    file.write_text(lines.replace("WAKER_PIN=…", f"WAKER_PIN={PIN}"))
     assert waker.read_config(waker.read_env_file(file), file.parent).host_key
 
 
