@@ -1,11 +1,12 @@
-"""OpenWrt splits Python into packages: those in docs/openwrt.md are enough."""
+"""What `make dist` makes for OpenWrt, with the packages in docs/openwrt.md."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-from conftest import CHECKOUT, PASSPHRASE, PIN, daemon, environment, make, run_waker
+from conftest import CHECKOUT, PASSPHRASE, PIN, daemon, environment, make
 from machine import Machine
+from test_pack import SOURCES, pack, run
 
 # Modules that are neither in python3-light nor in the dependencies of python3-paramiko,
 # except for those that only these modules import. Source:
@@ -20,24 +21,35 @@ unittest uuid venv webbrowser xml xmlrpc
 def test_the_one_file_and_the_documented_packages_are_enough(
     machine: Machine, tmp_path: Path
 ) -> None:
+    """Even on a read-only file system, and while an upgrade replaces the file."""
     page = CHECKOUT.joinpath("docs/openwrt.md").read_text()
     assert "    opkg update && opkg install python3-paramiko\n" in page
     assert "    apk update && apk add python3-paramiko python3-six\n" in page
     assert "    make dist INIT=procd\n" in page
     make(tmp_path, "dist", "INIT=procd")
-    link = tmp_path / "link"
-    link.symlink_to("dist/waker")
+    program, link = tmp_path / "dist/waker", tmp_path / "link"
+    link.symlink_to(program)
     blocker = f"import sys\nsys.modules.update(dict.fromkeys({BLOCKED.split()}))\n"
     tmp_path.joinpath("sitecustomize.py").write_text(blocker)  # None cannot be imported
     openwrt = machine.ask().settings(PIN=PIN) | {"PYTHONPATH": str(tmp_path)}
     importing = [sys.executable, "-c", "import unicodedata"]
     assert subprocess.call(importing, env=environment(openwrt)) == 1
-    for command in ("--help", "check"):
-        ended = run_waker(command, settings=openwrt)
-        assert (ended.returncode, ended.stderr) == (0, ""), command
-    with daemon(openwrt, program=(sys.executable, str(link))) as started:
+
+    script = 'mount --bind "$0" "$0"; mount -o remount,bind,ro "$0"; exec "$@"'
+    read_only = "unshare", "--mount", "sh", "-ec", script, str(tmp_path)
+    command = sys.executable, str(link)
+    status, shown = run(link, "check", **openwrt)
+    assert status == 0, shown
+    assert "root can log in" in shown
+    with daemon(openwrt, *read_only, program=command) as started:
+        # In the new archive, everything has another place.
+        for name in SOURCES:
+            with tmp_path.joinpath(name).open("a") as file:
+                file.write("\n" * 999)
+        pack(tmp_path, program)
         client = started.client.log_in()
         assert client.status()["state"] == "locked"
         assert client.call("POST", "/api/wol").status == 200
         assert client.unlock().json["message"] == "Unlocked: root."
+        assert client.call("GET", "/").body == CHECKOUT.joinpath("ui.html").read_bytes()
     assert machine.received() == [PASSPHRASE.encode()]

@@ -6,17 +6,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import (
-    CHECKOUT,
-    PASSPHRASE,
-    PIN,
-    daemon,
-    environment,
-    make,
-    need,
-    run_waker,
-)
-from machine import Machine
+from conftest import CHECKOUT, environment, make, need, run_waker
 
 import waker
 
@@ -53,9 +43,6 @@ def replace(program: Path, name: str, data: bytes) -> None:
     """Replace a file in the program: the last one of a name counts."""
     with zipfile.ZipFile(program, "a") as archive, pytest.warns(match="Duplicate name"):
         archive.writestr(name, data)
-
-
-# ---- What is in it -------------------------------------------------------------------
 
 
 def test_the_same_sources_make_the_same_program(tmp_path: Path) -> None:
@@ -105,32 +92,6 @@ def test_the_compiled_code_is_what_runs_unless_this_python_differs(
     replace(program, "waker.py", CHECKOUT.joinpath("waker.py").read_bytes())
     replace(program, "waker.pyc", b"\0\0\r\n" + b"code" * 24)
     assert run(program, "--version") == right
-
-
-# ---- What it does --------------------------------------------------------------------
-
-
-def test_it_works_from_a_read_only_file_system_and_while_it_is_replaced(
-    machine: Machine, program: Path, tmp_path: Path
-) -> None:
-    """In the new archive, everything has another place."""
-    newer = tmp_path / "newer"
-    newer.mkdir()
-    for name in SOURCES:
-        newer.joinpath(name).write_bytes((CHECKOUT / name).read_bytes() + b"\n" * 999)
-    settings = machine.ask().settings(PIN=PIN, LISTEN="127.0.0.1:0")
-    status, shown = run(program, "check", **settings)
-    assert (status, shown.count("WRONG")) == (0, 0), shown
-    assert "root can log in" in shown
-    script = 'mount --bind "$0" "$0"; mount -o remount,bind,ro "$0"; exec "$@"'
-    read_only = "unshare", "--mount", "sh", "-ec", script, str(tmp_path)
-    command = (sys.executable, str(program))
-    with daemon(settings, *read_only, program=command) as started:
-        pack(newer, program)
-        client = started.client.log_in()
-        assert client.unlock().json["message"] == "Unlocked: root."
-        assert client.call("GET", "/").body == CHECKOUT.joinpath("ui.html").read_bytes()
-    assert machine.received() == [PASSPHRASE.encode()]
 
 
 def test_its_statuses_and_messages_are_those_of_the_checkout(program: Path) -> None:
