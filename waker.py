@@ -549,10 +549,10 @@ def open_transport(config: Config, until: float) -> "Transport":
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_SECONDS * 1000)
     transport = paramiko.Transport(tcp)
-    # All of paramiko's waits end with the connection. Its own limits follow the wall
-    # clock, which a box without a battery sets late.
+    # paramiko's limits follow the wall clock, which a box without a battery sets late.
+    # Closing its packetizer ends every wait; close() would not end the one for keys.
     transport.banner_timeout = transport.auth_timeout = math.inf
-    watchdog = threading.Timer(until - time.monotonic(), transport.close)
+    watchdog = threading.Timer(until - time.monotonic(), transport.packetizer.close)
     watchdog.daemon = True
     watchdog.start()
     options = transport.get_security_options()
