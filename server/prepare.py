@@ -466,7 +466,7 @@ def undo(seen: Seen, options: argparse.Namespace) -> None:
     for kernel in seen["kernels"].split():
         build(kernel, "bare", facts)
     left += [take_back(change) for change in spare]
-    left += ["/etc/initrd-ssh/host_key"] * Path("/etc/initrd-ssh/host_key").exists()
+    left += map(str, Path("/etc/initrd-ssh").glob("host_key*"))
     run("rmdir", MODULE, check=False)
     shutil.rmtree(RECORD.parent)
     left = [f"Left: {what}." for what in left if what]
