@@ -30,6 +30,7 @@ from conftest import (
     shortened,
     wait_for,
 )
+from namespaces import hosts, ip
 
 import waker
 
@@ -295,6 +296,24 @@ def test_chance_decides_who_makes_room(come: Come, server: Client) -> None:
     # On average, 38 of 64 stay. If always the newest went, 63 would; if the oldest, 31.
     assert sum(map(is_kept, first)) < 60
     assert any(map(is_kept, first[:32]))
+
+
+def test_an_ipv6_network_counts_as_one_client(come: Come) -> None:
+    """A home has a /56, and could otherwise take every place."""
+    settings = MACHINE | {"WAKER_LISTEN": "[::1]:0"}
+    with hosts(1) as (host,), daemon(settings, *host.command()) as started:
+        ip(f"-n {host.name} -6 route add local 2001:db8::/32 dev lo")
+        any_address = Path("/proc/sys/net/ipv6/ip_nonlocal_bind")
+        host.run(lambda: any_address.write_text("1"))
+        client = Client(started.client.port, host="::1")
+
+        def gather(addresses: list[str]) -> list[socket.socket]:
+            return host.run(lambda: come(client, addresses))
+
+        others = gather([f"2001:db8:1:{number:x}00::1" for number in range(50)])
+        gather([f"2001:db8:2::{number:x}" for number in range(1, 41)])
+        assert host.run(lambda: client.call("GET", "/")).status == 200
+        assert all(map(is_kept, others))
 
 
 def test_clients_that_have_gone_are_not_asked(come: Come, service: Daemon) -> None:

@@ -232,6 +232,15 @@ def test_input_that_is_no_passphrase_is_an_error(tmp_path: Path, given: str) -> 
     assert re.match("error: .* 1 to 512 bytes .* not sent", message)
 
 
+def test_a_person_may_take_time_to_type(machine: Machine) -> None:
+    """The seconds that an unlock has begin afterwards."""
+    seconds = 12
+    with unlocking(machine.ask().settings(), seconds) as child:
+        time.sleep(seconds + 1)
+        child.give(PASSPHRASE)
+        assert child.finish()["outcome"] == "unlocked"
+
+
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_it_before_it_sends(machine: Machine, ending: int) -> None:
     with unlocking(machine.ask("sleep 60").settings()) as child:
