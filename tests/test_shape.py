@@ -5,6 +5,7 @@ the limits that README and docs promise are here, as numbers.
 """
 
 import ast
+import json
 import os
 import re
 import sys
@@ -99,6 +100,8 @@ def test_the_routes_are_those_that_are_described() -> None:
     page = CHECKOUT.joinpath("docs/api.md").read_text()
     table = page.split("| request | answer |")[1].split("\n\n")[0]
     assert {*re.findall(r"`([A-Z]+) (/\S*?)`", table)} == {*routes}
+    status = api["components"]["schemas"]["Status"]["properties"]
+    assert f"`{{{', '.join(map(json.dumps, status))}}}`" in table
 
 
 def test_the_program_and_its_units_agree() -> None:
@@ -112,6 +115,12 @@ def test_the_program_and_its_units_agree() -> None:
     passed = re.findall(r"(?m)^LoadCredential=(.*):/etc/waker/\1$", unit)
     given = re.findall("SetCredential=(.*?):", unit)
     assert passed == given == ["waker.env", "ssh_key"]
+
+
+def test_its_version_is_the_newest_that_was_released() -> None:
+    changes = CHECKOUT.joinpath("CHANGELOG.md").read_text()
+    newest, *_ = re.findall(r"(?m)^## (\S+)$", changes)  # others say "(not released)"
+    assert waker.__version__ == newest
 
 
 def test_limits_are_as_promised() -> None:

@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import (
+    CHECKOUT,
     MACHINE,
     daemon,
     each,
@@ -23,7 +25,8 @@ from namespaces import Home, ip, udp_packets
 from ssh_servers import free_port, says
 
 STATE_MEMBERS = "state", "reachable", "initrd_ssh_open", "system_ssh_open"
-STATUS_MEMBERS = {*STATE_MEMBERS, "name", "usual_seconds", "start"}
+API = yaml.safe_load(CHECKOUT.joinpath("docs/openapi.yaml").read_text())
+STATUS = API["components"]["schemas"]["Status"]
 
 
 def state(
@@ -60,7 +63,7 @@ def test_the_status_shows_what_the_ports_do(
     machine.show(initrd, system)
     with machine.serving(machine.settings()) as client:
         status = client.status()
-    assert status.keys() == STATUS_MEMBERS
+    assert [*status] == STATUS["required"] == [*STATUS["properties"]]
     assert tuple(status[name] for name in STATE_MEMBERS) == expected
     assert (status["name"], status["start"]) == ("Home server", None)
     assert state("127.0.0.1", machine.initrd_port, machine.system_port) == expected
