@@ -257,9 +257,9 @@ def read(name: str | Path) -> str:
 
 def put(path: Path) -> None:
     """Put a new file in place: a power cut leaves the old one or the whole new one."""
-    run("sync", f"{path}.waker-new")
+    run("sync", "-f", f"{path}.waker-new")  # -f, because GRUB reads no journal
     Path(f"{path}.waker-new").rename(path)
-    run("sync", str(path.parent))
+    run("sync", "-f", str(path.parent))
 
 
 def write(name: str | Path, text: str, mode: int) -> None:
