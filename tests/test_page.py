@@ -592,7 +592,8 @@ def test_a_passphrase_without_an_answer_may_have_arrived(phone: Phone) -> None:
 def test_signing_in_again_loses_neither_passphrase_nor_start(phone: Phone) -> None:
     lost = "waker has lost this start"
     phone.tell("off").open().give_pin().sees("off").expire().sees("pin")
-    phone.reads("Signed out. Enter your PIN").tell("off").give_pin().sees("off")
+    phone.reads("Signed out. Enter your PIN").tell("off")
+    phone.give_pin("87654321").reads("Wrong PIN").give_pin().sees("off")
     phone.type_passphrase().expire().reads("Signed out").sees("off")
     expect(phone.page.get_by_role("status")).to_contain_text("Signed out")
     phone.offers("Sign in again", "Wake only").press("Sign in again").sees("pin")
