@@ -639,19 +639,23 @@ def test_what_the_owner_has_changed_since_is_not_lost(server: Server) -> None:
 
 
 def test_undo_removes_packages_but_not_what_opens_the_disk(server: Server) -> None:
+    """Nor what lets its owner do that with another key."""
     need("tcsh")
     need("cryptsetup")
+    server.write(KEYS, f"{OWN_KEY}\n")
     server.prepare()
     record = "/var/lib/waker-prepare/record.json"
     rows = json.loads(server.read(record))
-    rows += [["PACKAGE", name, "", None] for name in ("tcsh", "cryptsetup-bin")]
+    needed = "cryptsetup-bin", "dropbear-bin"
+    rows += [["PACKAGE", name, "", None] for name in ("tcsh", *needed)]
     server.write(record, json.dumps(rows))
     for name in ("dropbear_rsa_host_key.pub", "own_host_key", "own_host_key.pub"):
         server.write(f"{DROPBEAR}/{name}", "x")
     server.write("/etc/initrd-ssh/host_key.pub", "x")  # of dracut's module
     said = server.undo()
     assert "Left: /etc/initrd-ssh/host_key.pub." in said
-    assert "Left: the package cryptsetup-bin." in said
+    for name in needed:
+        assert f"Left: the package {name}." in said
     assert "tcsh" not in said.partition("Undone.")[2]
     assert server.run(f"cd {DROPBEAR}; ls *.pub") == "own_host_key.pub\n"
     status = "dpkg-query -Wf '${db:Status-Status} ' cryptsetup-bin tcsh"
