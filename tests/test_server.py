@@ -30,7 +30,7 @@ from conftest import (
     wait_for,
 )
 from homelab import new_key
-from ssh_servers import free_port, process
+from ssh_servers import DEFAULT, free_port, process
 
 import waker
 
@@ -122,7 +122,7 @@ class Terminal:
         self._patience = patience  # seconds without a word
         self._master, end = pty.openpty()
         # A terminal that is closed tells its shell, which ends the rest.
-        shell = ["sh", "-c", '"$@"; exit', "sh", *command]
+        shell = [*DEFAULT, "sh", "-c", '"$@"; exit', "sh", *command]
         leader = [need("setsid"), "--ctty", "--wait", *shell]
         self._process = subprocess.Popen(leader, stdin=end, stdout=end, stderr=end)
         os.close(end)
