@@ -305,7 +305,7 @@ def shortened(folder: Path, **limits: float) -> tuple[str, ...]:
     """
     text = Path(PROGRAM).read_text()
     for name, value in limits.items():
-        text, count = re.subn(rf"(?m)^( *{name}: \w+ =) \d+", rf"\1 {value}", text)
+        text, count = re.subn(rf"(?m)^( *{name}: \w+ =) [\d.]+", rf"\1 {value}", text)
         assert count == 1, f"waker.py has no single number {name}"
     copy = folder / "waker.py"
     copy.write_text(text)
