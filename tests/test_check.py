@@ -164,7 +164,8 @@ def test_the_packets_route_is_shown_and_nothing_is_sent(
             (router, "10.8.0.9", "10.8.0.255", "ok", "from 10.8.0.2 "),
         ):
             table = run_at(box, tmp_path, HOST=host, BROADCAST=broadcast)
-            assert re.search(f"(?m)^{verdict} +magic packet .*{seen}", table)
+            (line,) = re.findall("(?m)^.* magic packet .*", table)
+            assert re.match(f"{verdict} +magic packet .*{seen}", line)
             assert "MAC address" not in table
         assert udp_packets(at_machine) == udp_packets(at_provider) == []
 
