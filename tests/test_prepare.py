@@ -719,6 +719,8 @@ def test_every_kernels_image_is_built_and_the_newest_first(server: Server) -> No
     server.run(f"cp {newer} {older}")
     old = server.run(f"sha256sum <{older}")
     server.spoil(f"case $image in {older}*) rm sbin/dropbear ;; esac")
+    hook = f'#!/bin/sh\necho "$@" >>{server.folder}/copied\n'  # of a boot loader
+    server.write("/etc/initramfs/post-update.d/copy", hook, 0o755)
     said = server.prepare(check=False)
     assert f"FAILED: the new {older} is not used" in said, said
     assert server.run(f"sha256sum <{older}") == old
@@ -726,8 +728,11 @@ def test_every_kernels_image_is_built_and_the_newest_first(server: Server) -> No
 
     server.spoil("")
     server.count_builds()
+    server.run("head -c 80M /dev/zero >/boot/x.waker-new")  # of an interruption
     server.prepare()
     assert server.count_builds() == 1
+    copied = {*server.run("cat copied").splitlines()}
+    assert copied == {f"{server.kernel} {newer}", f"6.0.0-9-amd64 {older}"}
     assert server.run("ls /boot/*.before-waker") == f"{older}.before-waker\n"
     server.run(f"cp {older}.before-waker {older}")
     server.prepare()
