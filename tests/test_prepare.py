@@ -662,6 +662,22 @@ def test_undo_removes_packages_but_not_what_opens_the_disk(server: Server) -> No
     assert server.run(status, check=False).split().count("installed") == 1
 
 
+def test_packages_that_are_only_upgraded_are_not_undone(server: Server) -> None:
+    """As apt-get of Debian 12 announces them, in whose place this is."""
+    server.write(
+        "/usr/bin/apt-get",
+        """#!/bin/sh
+        echo "Inst libmnl0 [1.0.4-2] (1.0.4-3 Debian:12.12/oldstable [amd64])"
+        echo "Inst ethtool (1:6.1-1 Debian:12.12/oldstable [amd64])"\n""",
+        0o755,
+    )
+    packages = f"{seen()['packages']}dropbear-initramfs install installed\n"
+    server.set(packages=packages)
+    server.prepare()
+    record = json.loads(server.read("/var/lib/waker-prepare/record.json"))
+    assert [name for kind, name, *_ in record if kind == "PACKAGE"] == ["ethtool"]
+
+
 SPOILED = {
     "rm root-x/.ssh/authorized_keys": "authorized_keys differs",
     "rm etc/dropbear/dropbear_ed25519_host_key": "host_key differs",
