@@ -608,6 +608,8 @@ def test_a_server_of_waker_3_is_taken_over_and_given_back(server: Server) -> Non
     ]
     # Later, its address changes.
     server.set(links=seen()["links"].replace('"192.168.1.20"', '"192.168.1.30"'))
+    server.cut_power(5)  # the record has the new file already
+    assert server.read(CONF).splitlines()[2] == STATIC
     server.prepare()
     assert server.read(CONF).splitlines()[2] == STATIC.replace("1.20", "1.30")
     server.undo()
