@@ -325,11 +325,11 @@ def starter_of(machine: Machine) -> tuple[waker.Starter, Scripted]:
 
 def run_start(starter: waker.Starter, ago: float = 0, *, cancel: bool = False) -> Any:
     """Run a start to its end; returns what the status says of the starts."""
-    others = threading.active_count()
+    others = {*threading.enumerate()}  # some of an earlier test may end meanwhile
     starter.begin(waker.Passphrase(PASSPHRASE), time.monotonic() - ago, waits=True)
     if cancel:
         starter.cancel()
-    wait_for(lambda: threading.active_count() <= others)
+    wait_for(lambda: others.issuperset(threading.enumerate()))
     return starter.report(time.monotonic(), OFF)
 
 

@@ -191,11 +191,11 @@ class Machine:
         self, settings: Settings, command: Sequence[str] = UNLOCK
     ) -> Iterator[Client]:
         """Run the daemon in this process until its threads have ended."""
-        threads = threading.active_count()
+        others = {*threading.enumerate()}
         app = App(self.config(settings), (command, environment(settings)))
         with serving(app) as client:
             yield client.log_in()
-        wait_for(lambda: threading.active_count() <= threads)
+        wait_for(lambda: others.issuperset(threading.enumerate()))
 
     def close(self) -> None:
         self._shown.close()
