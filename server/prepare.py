@@ -99,7 +99,7 @@ def find_card(seen: Seen, wanted: str) -> dict[str, str]:
         raise Refused("it has no default route. Name the network card with --card.")
     via = wanted or routes[0]["dev"]
     if via not in links:
-        raise Refused(f"it has no card {via}. It has {', '.join(drivers) or 'none'}.")
+        raise Refused(f"it has no card {via}. It has {', '.join(drivers)}.")
     via = card = links[via].get("master", via)
     if kinds[via] == "bridge":  # which is as good as its one physical card
         cards = [n for n in links if links[n].get("master") == via and n in drivers]
@@ -202,7 +202,7 @@ class Change(NamedTuple):
     kind: Kind
     name: str  # a path, or a package
     text: str = ""  # what is written; the path of what is copied
-    before: str | None = None  # what undo puts back
+    before: str = ""  # what undo puts back
 
 
 def fill(template: str, words: Facts) -> str:
@@ -348,7 +348,7 @@ def apply(change: Change) -> None:
             run("sh", "-c", 'umask 077; cat "$0" >"$1"', text, f"{path}.waker-new")
             put(path)
         case Kind.FILE:
-            note(change._replace(before=read(path) if path.exists() else None))
+            note(change._replace(before=read(path)))
             write(path, text, 0o755 if text.startswith("#!") else 0o644)
         case Kind.KEY:
             after = put_key(read(path), text)
@@ -374,12 +374,12 @@ def take_back(change: Change) -> str:
         case Kind.FILE | Kind.KEY if now == text and not change.before:
             path.unlink()
         case Kind.FILE if now == text:
-            write(path, str(change.before), path.stat().st_mode & 0o777)
+            write(path, change.before, path.stat().st_mode & 0o777)
         case Kind.FILE if now and now != change.before:
             return f"{path}, which you have changed"
         case Kind.KEY if text in now:
             write(path, now.replace(text, f"{change.before}\n".lstrip()), 0o600)
-        case Kind.KEY if text.split()[-2] in now.replace(str(change.before), ""):
+        case Kind.KEY if text.split()[-2] in now.replace(change.before, ""):
             return f"waker's key in {path}, because you have changed its line"
     return ""
 

@@ -649,7 +649,7 @@ def test_undo_removes_packages_but_not_what_opens_the_disk(server: Server) -> No
     record = "/var/lib/waker-prepare/record.json"
     rows = json.loads(server.read(record))
     needed = "cryptsetup-bin", "dropbear-bin"
-    rows += [["PACKAGE", name, "", None] for name in ("tcsh", *needed)]
+    rows += [["PACKAGE", name] for name in ("tcsh", *needed)]
     server.write(record, json.dumps(rows))
     for name in ("dropbear_rsa_host_key.pub", "own_host_key", "own_host_key.pub"):
         server.write(f"{DROPBEAR}/{name}", "x")
