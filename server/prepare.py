@@ -28,7 +28,6 @@ MODULE: Final = "/usr/lib/dracut/modules.d/46initrd-ssh"
 UNIT: Final = "waker-wake.service"
 # The kept image, its entry in GRUB's menu, and their hook: first to come, last to go.
 SPARE: Final = ("/boot/", "/etc/kernel/postrm.d/waker")
-
 NOT_LUKS: Final = r"script=|\b(plain|tcrypt|bitlk)\b"  # in crypttab's options
 HERE: Final = Path(__file__).resolve().parent
 SETTINGS: Final = configparser.ConfigParser(interpolation=None)
@@ -375,10 +374,11 @@ def take_back(change: Change) -> str:
             path.unlink()
         case Kind.FILE if now == text:
             write(path, change.before, path.stat().st_mode & 0o777)
-        case Kind.FILE if now and now != change.before:
+        case Kind.FILE if now != change.before:
             return f"{path}, which you have changed"
-        case Kind.KEY if text in now:
-            write(path, now.replace(text, f"{change.before}\n".lstrip()), 0o600)
+        case Kind.KEY if f"\n{text}" in f"\n{now}":  # a whole line
+            old = f"{change.before}\n".lstrip()
+            write(path, f"\n{now}".replace(f"\n{text}", f"\n{old}")[1:], 0o600)
         case Kind.KEY if text.split()[-2] in now.replace(change.before, ""):
             return f"waker's key in {path}, because you have changed its line"
     return ""
