@@ -10,8 +10,9 @@ from pathlib import Path
 
 import homelab
 import pytest
-from conftest import CHECKOUT, Client, each, make, need, need_root, wait_for
+from conftest import CHECKOUT, Client, each, make, need, wait_for
 from ssh_servers import free_port
+from stand_ins import mounted
 from test_pack import NAMES
 
 UNITS = "usr/lib/systemd/system"
@@ -66,24 +67,20 @@ def test_install_puts_each_file_in_its_place_and_never_touches_settings(
 def test_install_makes_a_key_once_and_shows_it_with_the_next_step(
     tmp_path: Path,
 ) -> None:
-    """In a mount namespace, with another /etc."""
-    need_root()
     need("ssh-keygen")
     make(tmp_path, "dist")
     etc = tmp_path / "etc"
     etc.mkdir()
     shutil.copy("/etc/passwd", etc)  # for ssh-keygen
-    script = f"""
-        mount --bind {etc} /etc
-        make --silent -C {tmp_path} install INIT=systemd PREFIX={tmp_path}/usr"""
-    enter = [need("unshare"), "--mount", "sh", "-ec", script]
-    shown = subprocess.check_output(enter, text=True)
+    command = [*mounted(tmp_path, "etc"), "make", "--silent", "-C", str(tmp_path)]
+    command += ["install", "INIT=systemd", f"PREFIX={tmp_path}/usr"]
+    shown = subprocess.check_output(command, text=True)
     private, public = etc / "waker/ssh_key", etc / "waker/ssh_key.pub"
     key = private.read_bytes()
     assert private.stat().st_mode & 0o777 == 0o600
     assert f"\n    {public.read_text()}" in shown
     assert shown.endswith("\n    make server SERVER=me@192.168.1.20\n")
-    assert public.read_text() not in subprocess.check_output(enter, text=True)
+    assert public.read_text() not in subprocess.check_output(command, text=True)
     assert private.read_bytes() == key
 
 

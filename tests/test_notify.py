@@ -17,9 +17,10 @@ from itertools import cycle
 from pathlib import Path
 
 import pytest
-from conftest import CHECKOUT, each, environment, need, need_root
+from conftest import CHECKOUT, each, environment, need
 from machine import CLOSED, OPEN, SILENT, Machine
 from ssh_servers import free_port
+from stand_ins import mounted, stub
 
 WAITING = "The server is waiting for its passphrase."
 UP = "The server is up."
@@ -111,10 +112,8 @@ class Box:
         for name in ("bin", "etc/waker", "etc/systemd/system", "var/lib"):
             folder.joinpath(name).mkdir(parents=True)
         waker = f'cd {CHECKOUT} && exec {sys.executable} -m waker "$@"\n'
-        for name, script in (("waker", waker), ("systemctl", SYSTEMCTL)):
-            program = folder / "bin" / name
-            program.write_text(f"#!/bin/sh\n{script}")
-            program.chmod(0o755)
+        stub(folder / "bin/waker", waker)
+        stub(folder / "bin/systemctl", SYSTEMCTL)
         self.show("off")
 
     def show(self, state: str) -> None:
@@ -128,14 +127,14 @@ class Box:
         if not host:
             self.machine.show(*PORTS[state])
 
-    def run(self, *command: str, stdin: int = subprocess.DEVNULL) -> Ended:
+    def run(self, *command: str, given: str = "") -> Ended:
         """Run a command with the environment of the unit."""
         path = f"{self.folder}/bin:{os.environ['PATH']}"
         own = {"PATH": path, "STATE_DIRECTORY": str(self.state)}
         return subprocess.run(
             command,
             env=environment(own | {"HOME": str(self.folder)}),
-            stdin=stdin,
+            input=given,
             capture_output=True,
             text=True,
             check=False,
@@ -159,18 +158,12 @@ class Box:
         assert "curl: (" in errors
         assert self.phone.topic.strip("/") not in errors
 
-    def make(
-        self, target: str, given: str = "", first: str = "", terminal: int | None = None
-    ) -> Ended:
-        """Run make as root, in a mount namespace, perhaps after another command."""
-        need_root()
-        mounts = [f"mount --bind $HOME/{name} /{name}" for name in ("etc", "var/lib")]
+    def make(self, target: str, given: str = "", first: str = "") -> Ended:
+        """Run make as root, perhaps after another command."""
         make = f"make --silent -C {CHECKOUT} {target} INIT=systemd PREFIX=$HOME"
-        if terminal is None:
-            make = f'printf %s "$0" | {make}'
-        script = "\n".join([*mounts, first, make])
-        enter = need("unshare"), "--mount", "sh", "-ec", script, given
-        return self.run(*enter, stdin=terminal or subprocess.DEVNULL)
+        script = f"{first}\n{make}"
+        enter = mounted(self.folder, "etc", "var/lib")
+        return self.run(*enter, "sh", "-ec", script, given=given)
 
     def refuse(self, words: str, given: str = "", first: str = "") -> None:
         """Assert that an installation says so and fails, without a trace of the URL."""
@@ -289,12 +282,13 @@ def test_install_asks_on_a_terminal_and_uninstall_removes_everything(
     """Another installation replaces the address, or keeps it."""
     install = "install-notify"
     keyboard, terminal = pty.openpty()
+    asks = f"exec <{os.ttyname(terminal)}"
     os.write(keyboard, f"{phone.url}\n{phone.url}/new\n\n".encode())
     try:
-        first = box.make(install, first="umask 077", terminal=terminal).stdout
+        first = box.make(install, first=f"umask 077; {asks}").stdout
         box.url.chmod(0o644)
-        second = box.make(install, terminal=terminal).stdout
-        assert box.make(install, terminal=terminal).returncode == 0
+        second = box.make(install, first=asks).stdout
+        assert box.make(install, first=asks).returncode == 0
     finally:
         os.close(terminal)
         os.close(keyboard)

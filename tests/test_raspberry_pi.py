@@ -9,16 +9,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import CHECKOUT, MACHINE, PIN, make, need, need_root
+from conftest import CHECKOUT, MACHINE, PIN, make, need
+from stand_ins import calls, mounted, stub
 
-# These programs cannot run here, or take long. Each stub notes its call, and fails if a
-# file of that name says so.
+# These programs cannot run here, or take long.
 STUBS = "apt-get", "dpkg", "sleep", "sync", "systemctl"
-STUB = """#!/bin/sh
-cd "${0%/*}/.."
-echo "${0##*/}" "$@" >>calls
-test ! -e "no ${0##*/} $1"
-"""
+FAIL_IF_TOLD = 'test ! -e "${0%/*}/no ${0##*/} $1"'  # by a file of that name
 SETTINGS = "".join(f"{n}={v}\n" for n, v in (MACHINE | {"WAKER_PIN": PIN}).items())
 SECRETS = {"waker.env", "ssh_key", "ssh_key.pub"}
 INSTALLED = {"waker", "waker.service"} | SECRETS
@@ -41,14 +37,11 @@ class Pi:
     """The folders to which the script writes, and what it calls."""
 
     def __init__(self, folder: Path, new_card: Path) -> None:
-        need_root()
-        self.folder = folder
+        self.folder, self.stubs = folder, folder / "stubs"
         for name in ("etc", "var/lib/cloud/scripts/per-boot", "usr/local/bin", "stubs"):
             folder.joinpath(name).mkdir(parents=True)
         for name in STUBS:
-            stub = folder / "stubs" / name
-            stub.write_text(STUB)
-            stub.chmod(0o755)
+            stub(self.stubs / name, FAIL_IF_TOLD)
         shutil.copytree(new_card, folder / "boot/firmware")
         self.card = folder / "boot/firmware/waker"
         # At the first boot, cloud-init runs it before it looks for what runs at each.
@@ -56,12 +49,9 @@ class Pi:
         assert self.on_card() == FILES
 
     def _run(self, script: str) -> int:
-        folders = "boot", "etc", "usr/local", "var/lib"
-        mounts = [f"mount --bind {self.folder}/{each} /{each}" for each in folders]
-        path = f"PATH={self.folder}/stubs:/usr/sbin:/usr/bin:/sbin:/bin"
-        steps = " && ".join([*mounts, f"exec env {path} {script}"])
-        enter = [need("unshare"), "--mount", "sh", "-c", steps]
-        return subprocess.run(enter, cwd=self.folder, check=False).returncode
+        enter = mounted(self.folder, "boot", "etc", "usr/local", "var/lib")
+        path = f"PATH={self.stubs}:/usr/sbin:/usr/bin:/sbin:/bin"
+        return subprocess.call([*enter, "env", path, script])
 
     def boot(self) -> str:
         """Return the report. Its words must fit the script's status."""
@@ -82,13 +72,6 @@ class Pi:
             for path in files
             if path.is_file()
         }
-
-    def calls(self) -> list[str]:
-        """Return what has been called since the last time."""
-        calls = self.folder / "calls"
-        lines = calls.read_text().splitlines() if calls.exists() else []
-        calls.unlink(missing_ok=True)
-        return lines
 
 
 @pytest.fixture
@@ -113,11 +96,11 @@ def test_a_card_is_installed_and_only_what_was_used_leaves_it(pi: Pi) -> None:
     assert pi.on_card() == {REPORT, "notes.txt"}
     modes = dict.fromkeys(SECRETS, 0o600) | {"waker": 0o755, "waker.service": 0o644}
     assert pi.installed() == {name: (modes[name], own[name]) for name in INSTALLED}
-    paramiko, *calls = pi.calls()[-5:]
+    paramiko, *others = calls(pi.stubs)[-5:]
     assert re.fullmatch("apt-get .*install .*python3-paramiko", paramiko)
-    assert calls == ["sync", *RESTART, "sync"]
+    assert others == ["sync", *RESTART, "sync"]
     pi.boot()
-    assert pi.calls() == []
+    assert calls(pi.stubs) == []
     # Without its packer, a new program stays as it is; with it, it is compiled there.
     command = ["/usr/bin/python3", "-IS", f"{CHECKOUT}/box/pack.py", "--source"]
     for extra in ([], ["pack.py"]):
@@ -135,14 +118,14 @@ def test_a_card_is_installed_and_only_what_was_used_leaves_it(pi: Pi) -> None:
 def test_the_next_boot_tries_again_if_a_call_failed(pi: Pi) -> None:
     """So the card must still have everything."""
     for call in ("apt-get -qq", *RESTART):
-        fails = pi.folder / f"no {call.removesuffix(' waker')}"
+        fails = pi.stubs / f"no {call.removesuffix(' waker')}"
         fails.touch()
         pi.boot()
         assert pi.on_card() == FILES | {REPORT}
-        assert pi.calls()[-1].startswith(call)
+        assert calls(pi.stubs)[-1].startswith(call)
         fails.unlink()
     pi.boot()
-    assert pi.calls()[-3:] == [*RESTART, "sync"]
+    assert calls(pi.stubs)[-3:] == [*RESTART, "sync"]
     assert pi.installed().keys() == INSTALLED
     assert pi.on_card() == {REPORT}
 
@@ -163,11 +146,11 @@ def test_a_mistake_on_the_card_is_reported_and_changes_nothing(
     files = {file: pi.card.joinpath(file).read_bytes() for file in (name, "pack.py")}
     pi.boot()
     before = pi.installed()
-    pi.calls()
+    calls(pi.stubs)
     files[name] = files[name].replace(right, wrong)
     for file, data in files.items():
         pi.card.joinpath(file).write_bytes(data)
     assert report in pi.boot()
     assert pi.installed() == before
     assert pi.on_card() == {REPORT, *files}
-    assert pi.calls()[-1].startswith("apt-get")
+    assert calls(pi.stubs)[-1].startswith("apt-get")

@@ -31,6 +31,7 @@ from conftest import (
 )
 from homelab import new_key
 from ssh_servers import DEFAULT, free_port, process
+from stand_ins import calls, stub
 
 import waker
 
@@ -105,8 +106,7 @@ SSH = """\
 exec /usr/bin/ssh -F none -p {port} -o UserKnownHostsFile=/mnt/known_hosts \\
     -o PreferredAuthentications=password "$@"
 """
-STARTED = "waker check\nsystemctl enable waker\nsystemctl restart waker\n"
-RECORD = 'echo "${0##*/} $*" >>/mnt/record'
+STARTED = ["waker check", "systemctl enable waker", "systemctl restart waker"]
 
 
 def can_be_others() -> bool:
@@ -169,7 +169,7 @@ class Home:
     """The box and the server; /mnt there is `folder`, which everybody can read."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.stubs = folder, folder / "bin"
         self.settings = folder / "waker/waker.env"
         self.pid = 0
 
@@ -220,20 +220,13 @@ class Home:
         arguments, files, folder, uid = json.loads(text)
         return arguments, files, Path(f"/proc/{self.pid}/root{folder}"), uid
 
-    def services(self) -> str:
-        """Return what was done with waker on the box since this was asked."""
-        record = self.folder / "record"
-        done = record.read_text()
-        record.write_text("")
-        return done
-
     def assert_untouched(self, shown: str) -> None:
         """Check that nothing was written on the box, nor started, and it said so."""
         assert shown.count("Nothing was written on this box.") == 1
         assert self.settings.read_text() == EXAMPLE
         files = {path.name for path in self.settings.parent.iterdir()}
         assert files == {"waker.env", "ssh_key", "ssh_key.pub"}
-        assert self.services() == ""
+        assert calls(self.stubs) == []
 
 
 @pytest.fixture
@@ -244,19 +237,18 @@ def home(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Home]:
     need("sudo")
     shell = need(getattr(request, "param", "dash"))
     home, port = Home(tmp_path / "home"), free_port()
-    for folder in ("checkout", "me", "waker"):
+    for folder in ("bin", "checkout", "me", "waker"):
         home.folder.joinpath(folder).mkdir(parents=True)
     copy_checkout(home.folder / "checkout")
     for path, text in {
         "passwd": PASSWD.format(shell=shell),
         "sudoers": f"{SUDOERS}me ALL=(ALL) NOPASSWD: ALL\n",
         "checkout/server/prepare.py": STAND_IN,
-        "record": "",
     }.items():
         home.write(path, text)
     program = f'cd {CHECKOUT}; exec {sys.executable} -m waker "$@"'
-    home.write("bin/waker", f"#!/bin/sh\n{RECORD}\n{program}", 0o755)
-    home.write("bin/systemctl", f"#!/bin/sh\n{RECORD}", 0o755)
+    stub(home.stubs / "waker", program)
+    stub(home.stubs / "systemctl")
     home.write("bin/ssh", SSH.format(port=port), 0o755)
     home.write("waker/waker.env", EXAMPLE, 0o600)
     home.set_answer(ANSWER)
@@ -295,7 +287,7 @@ def test_one_command_prepares_the_server_and_starts_waker(home: Home) -> None:
     after = home.settings.stat()
     assert (after.st_uid, after.st_gid, after.st_mode) == (0, 0, before.st_mode)
     assert after.st_ino != before.st_ino
-    assert home.services() == STARTED
+    assert calls(home.stubs) == STARTED
     assert pin not in home.folder.joinpath("sudo.log").read_text()
     assert "ok     configuration  all settings are valid" in shown
     assert shown.endswith("unlock it from your phone at http://127.0.0.1:8080/.\n")
@@ -325,13 +317,13 @@ def test_root_is_who_knows_its_password(home: Home) -> None:
     assert terminal.end() == 0, terminal.printed
     (*_, key), _, _, uid = home.called()
     assert (key, uid) == (home.public_key(), 0)
-    assert home.services() == STARTED
+    assert calls(home.stubs) == STARTED
 
     home.folder.joinpath("sudo.log").unlink()
     login = "SERVER=root@127.0.0.1", "OPTIONS=--yes"
     terminal = home.log_in(*login, user=0, password="root")
     assert terminal.end() == 0, terminal.printed
-    assert home.services() == STARTED
+    assert calls(home.stubs) == STARTED
     assert not home.folder.joinpath("sudo.log").exists()
 
 
@@ -369,7 +361,7 @@ def test_undo_leaves_the_settings_alone(home: Home) -> None:
     assert (arguments, uid) == (["--undo", "--yes"], 0)
     assert "The settings on this box stay." in shown
     assert home.settings.read_text() == EXAMPLE
-    assert home.services() == ""
+    assert calls(home.stubs) == []
 
 
 # ---- What comes back -----------------------------------------------------------------
@@ -606,9 +598,8 @@ def test_what_would_fail_later_fails_at_once(home: Home) -> None:
         assert words in terminal.printed
         assert "authenticity" not in terminal.printed  # ssh has not begun
 
-    fails("make server SERVER=me@192.168.1.20", "SERVER=")
-    option = "SERVER=-oProxyCommand=touch /mnt/record"
-    fails("make server SERVER=me@192.168.1.20", option)
+    for server in ("", "-oProxyCommand=true"):
+        fails("make server SERVER=me@192.168.1.20", f"SERVER={server}")
     no_card = "dist/card/waker/waker.env is missing. First run: make card (for OpenWrt,"
     fails(no_card, "CONFIG=dist/card/waker")
     home.settings.write_text("WAKER_PIN=1\nWAKER_PIN=2\n")
@@ -624,7 +615,7 @@ def test_what_would_fail_later_fails_at_once(home: Home) -> None:
     read_only = home.enter("mount", "-o", "remount,bind,ro", "/etc/waker")
     subprocess.run(read_only, check=True)
     fails("its folder is read-only")
-    assert home.services() == ""
+    assert calls(home.stubs) == []
 
 
 # ---- Afterwards ----------------------------------------------------------------------
@@ -635,7 +626,7 @@ def test_mistakes_in_other_settings_are_reported(home: Home) -> None:
     shown = home.prepare(fails=True)
     assert "WAKER_LISTEN must be ADDRESS:PORT" in shown
     assert "run the same command again" in shown
-    assert home.services() == "waker check\n"
+    assert calls(home.stubs) == ["waker check"]
     assert waker.read_env_file(home.settings)["WAKER_HOMELAB_MAC"] == MAC
     # waker can run with others.
     home.settings.write_text(EXAMPLE)
@@ -643,7 +634,7 @@ def test_mistakes_in_other_settings_are_reported(home: Home) -> None:
     shown = home.prepare(fails=True)
     assert "WRONG" in shown
     assert "Correct what is WRONG, and restart it." in shown
-    assert home.services() == STARTED
+    assert calls(home.stubs) == STARTED
 
 
 def test_a_cards_settings_are_filled_in_by_its_owner(home: Home) -> None:
@@ -657,7 +648,7 @@ def test_a_cards_settings_are_filled_in_by_its_owner(home: Home) -> None:
     assert waker.read_env_file(card / "waker.env")["WAKER_SSH_HOST_KEY"] == HOST_KEY
     assert card.joinpath("waker.env").stat().st_uid == 1001
     assert home.settings.read_text() == EXAMPLE
-    assert home.services() == ""
+    assert calls(home.stubs) == []
     assert "owner :" not in home.folder.joinpath("sudo.log").read_text()
 
 
