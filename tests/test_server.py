@@ -11,7 +11,6 @@ import json
 import os
 import pty
 import re
-import secrets
 import select
 import subprocess
 import sys
@@ -50,6 +49,7 @@ LINES = "".join(f"{name}={value}\n" for name, value in REPORTED.items())
 ANSWER = f"waker-begin NONCE\n{LINES}waker-end NONCE\n"
 EXAMPLE = CHECKOUT.joinpath("waker.env.example").read_text()
 
+PREPARE = CHECKOUT.joinpath("server/prepare.py").read_text()
 # Instead of prepare.py: record how it was called, ask, and print what the test says.
 STAND_IN = """
 import json, os, pathlib, sys
@@ -67,7 +67,7 @@ if "--yes" not in arguments:
 nonce = "" if "--undo" in arguments else arguments[arguments.index("--nonce") + 1]
 answer = pathlib.Path("/mnt/answer").read_bytes()
 os.write(1, answer.replace(b"NONCE", nonce.encode()))
-sys.exit(int(pathlib.Path("/mnt/status").read_text()))
+sys.exit(0)
 """
 
 # /etc is the namespace's own.
@@ -179,11 +179,6 @@ class Home:
         file.write_text(text)
         file.chmod(mode)
 
-    def set_answer(self, answer: str, status: int = 0) -> None:
-        """Set what the stand-in prints, and how it ends."""
-        self.write("answer", answer)
-        self.write("status", str(status))
-
     def enter(self, *command: str) -> list[str]:
         """Return a command that runs another one there."""
         return [need("nsenter"), "--mount", f"--target={self.pid}", *command]
@@ -244,6 +239,7 @@ def home(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Home]:
         "passwd": PASSWD.format(shell=shell),
         "sudoers": f"{SUDOERS}me ALL=(ALL) NOPASSWD: ALL\n",
         "checkout/server/prepare.py": STAND_IN,
+        "answer": ANSWER,
     }.items():
         home.write(path, text)
     program = f'cd {CHECKOUT}; exec {sys.executable} -m waker "$@"'
@@ -251,7 +247,6 @@ def home(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Home]:
     stub(home.stubs / "systemctl")
     home.write("bin/ssh", SSH.format(port=port), 0o755)
     home.write("waker/waker.env", EXAMPLE, 0o600)
-    home.set_answer(ANSWER)
     new_key().write_private_key_file(str(home.folder / "host_key"))
     key = [need("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-C", "waker", "-f"]
     subprocess.run([*key, str(home.folder / "waker/ssh_key")], check=True)
@@ -264,7 +259,6 @@ def home(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Home]:
 
 def test_one_command_prepares_the_server_and_starts_waker(home: Home) -> None:
     """One password for SSH, one for sudo, and one question."""
-    before = home.settings.stat()
     home.write("sudoers", f"{SUDOERS}me ALL=(ALL) ALL\n")
     terminal = home.log_in()
     terminal.answer("[sudo] password for me:", "me")
@@ -284,9 +278,6 @@ def test_one_command_prepares_the_server_and_starts_waker(home: Home) -> None:
         "WAKER_HOMELAB_HOST": HOST,
         "WAKER_SSH_HOST_KEY": HOST_KEY,
     }
-    after = home.settings.stat()
-    assert (after.st_uid, after.st_gid, after.st_mode) == (0, 0, before.st_mode)
-    assert after.st_ino != before.st_ino
     assert calls(home.stubs) == STARTED
     assert pin not in home.folder.joinpath("sudo.log").read_text()
     assert "ok     configuration  all settings are valid" in shown
@@ -298,9 +289,8 @@ def test_one_command_prepares_the_server_and_starts_waker(home: Home) -> None:
 
 @pytest.mark.parametrize("home", ["bash", "fish", "tcsh", "zsh"], indirect=True)
 def test_any_login_shell_will_do(home: Home) -> None:
-    padding = "".join(f"# {secrets.token_hex(40)}\n" for _ in range(400))
-    # As long as the real one.
-    home.write("checkout/server/prepare.py", STAND_IN + padding)
+    """Linux takes 128 KiB as one argument, which the real program must fit into."""
+    home.write("checkout/server/prepare.py", STAND_IN + PREPARE)
     home.prepare("OPTIONS=--yes --card 'a $$HOME'")
     arguments, _, _, uid = home.called()
     assert arguments[:3] == ["--yes", "--card", "a $HOME"]
@@ -381,7 +371,6 @@ LIES = {
     "two lines in one": ANSWER.replace(HOST, f"{HOST}\rWAKER_PIN=12345678"),
     "words between": ANSWER.replace(LINES, f"\n{LINES}"),
     "a wrong MAC address": ANSWER.replace(MAC, "ff:ff:ff:ff:ff:ff"),
-    "a name for the address": ANSWER.replace(HOST, "server.example"),
     "a scope": ANSWER.replace(HOST, "fe80::1%eth0"),
     "a port that is none": ANSWER.replace("=2222", "=0"),
     "two host keys": ANSWER.replace(HOST_KEY, f"{HOST_KEY},{OTHER_KEY}"),
@@ -389,14 +378,12 @@ LIES = {
     "a certificate authority": ANSWER.replace("=ssh-", "=@cert-authority * ssh-"),
     "control characters": ANSWER.replace(HOST_KEY, f"{HOST_KEY} \33]0;title\7"),
     "bytes": ANSWER.replace("=22\n", "=22\xff\n"),
-    "too much to keep": ANSWER + 70_000 * "x",
-    "nothing": "",
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lie_is_refused(lie: str) -> None:
-    output = LIES[lie].replace("NONCE", "the nonce").encode()[-from_box.MAX_OUTPUT :]
+    output = LIES[lie].replace("NONCE", "the nonce").encode()
     with pytest.raises(ValueError, match=r"^|$"):
         from_box.parse_settings(from_box.find_settings(output, "the nonce"))
 
@@ -409,20 +396,19 @@ def test_a_truth_is_understood_among_other_lines() -> None:
 
 
 def test_nothing_is_written_unless_the_preparation_has_succeeded(home: Home) -> None:
-    for lie in ("no end", "two MAC addresses", "too much to keep"):
-        home.set_answer(LIES[lie])
+    for lie in (LIES["no end"], LIES["two MAC addresses"], ANSWER + 70_000 * "x"):
+        home.write("answer", lie)
         shown = home.prepare(fails=True)
         assert "did not report each setting once" in shown
         home.assert_untouched(shown)
 
-    home.set_answer(ANSWER, status=1)
+    home.write("answer", ANSWER)
+    home.write("checkout/server/prepare.py", STAND_IN.replace("exit(0)", "exit(1)"))
     shown = home.prepare(fails=True)
     assert "waker-end" in shown
     home.assert_untouched(shown)
 
-    home.set_answer(ANSWER)
-    real = CHECKOUT.joinpath("server/prepare.py").read_text()
-    for program in (STAND_IN, real):  # which refuses this computer, or asks
+    for program in (STAND_IN, PREPARE):  # which refuses this computer, or asks
         home.write("checkout/server/prepare.py", program)
         terminal = home.log_in()
         if terminal.asks("[y/N]"):
@@ -437,12 +423,14 @@ def test_nothing_is_written_unless_the_preparation_has_succeeded(home: Home) -> 
 # Settings elsewhere than in /etc/waker, such as an SD card's, are written and not used.
 
 
+SETTLE = sys.executable, "-m", "server.from_box", "settle"
+
+
 def settle(file: Path, *, fails: bool = False, **others: str) -> str:
     """Write what a server has reported, at a terminal; returns what that shows."""
     values = REPORTED | {f"WAKER_{name}": text for name, text in others.items()}
     lines = [f"{name}={value}" for name, value in values.items()]
-    module = [sys.executable, "-m", "server.from_box", "settle", str(file.parent)]
-    terminal = Terminal([*module, *lines])
+    terminal = Terminal([*SETTLE, str(file.parent), *lines])
     assert terminal.end() == fails, terminal.printed
     return terminal.printed
 
@@ -483,30 +471,25 @@ SAME = (
 OLD = f"\ufeff#WAKER_HOMELAB_HOST=192.0.2.1\n{MINE}#"  # without a last line end
 
 
-def from_windows(text: str) -> str:
-    return text.replace("\n", "\r\n")
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         ("", f"{NEW}WAKER_PIN=*\n"),
         (EXAMPLE, FILLED_IN),
         (MINE + EMPTY, MINE + FILLED),
-        (from_windows(MINE + EMPTY), from_windows(MINE + FILLED)),
         (OLD, f"{OLD}\n{NEW}"),
-        (from_windows(OLD), from_windows(f"{OLD}\n{NEW}")),
-        (MINE + NEW, MINE + NEW),
         (SAME, SAME),
     ],
 )
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"], ids=["Unix", "Windows"])
 def test_settings_go_where_the_file_has_room_for_them(
-    file: Path, before: str, after: str
+    file: Path, before: str, after: str, line_end: str
 ) -> None:
-    file.write_bytes(before.encode())
+    file.write_text(before, newline=line_end)
     shown = settle(file)
     text = file.read_bytes().decode()
-    assert re.sub(r"(?m)^WAKER_PIN=[a-z2-9]{12}(?=\r?$)", "WAKER_PIN=*", text) == after
+    text = re.sub("WAKER_PIN=[a-z2-9]{12}", "WAKER_PIN=*", text)
+    assert text == after.replace("\n", line_end if before else "\n")
     assert ("nothing new" in shown) == (after == before)
     assert "a different value" not in shown
     assert [*file.parent.iterdir()] == [file]
@@ -538,19 +521,21 @@ def test_another_value_stays_and_is_named_with_the_servers(file: Path) -> None:
     assert PIN not in shown
 
 
-def test_the_file_keeps_its_owner_its_mode_and_the_link_to_it(file: Path) -> None:
+def test_the_file_is_replaced_but_keeps_its_owner_mode_and_link(file: Path) -> None:
     real = file.parent / "elsewhere/settings"
     real.parent.mkdir()
     real.write_text(MINE)
     real.chmod(0o640)
     owner = (1234, 2345) if can_be_others() else (os.getuid(), os.getgid())
     os.chown(real, *owner)
+    before = real.stat()
     file.symlink_to("elsewhere/settings")
     settle(file)
     assert file.readlink() == Path("elsewhere/settings")
     assert real.read_text() == MINE + NEW
     after = real.stat()
     assert (after.st_mode & 0o7777, after.st_uid, after.st_gid) == (0o640, *owner)
+    assert after.st_ino != before.st_ino
     assert [path.name for path in real.parent.iterdir()] == ["settings"]
 
 
@@ -577,8 +562,7 @@ def test_a_new_pin_is_random_and_shown_at_the_terminal_alone(file: Path) -> None
     assert len(set(from_box.ALPHABET)) ** 12 > 2**59
     # Without a terminal, it is only in the file.
     file.write_text("WAKER_PIN=\n")
-    module = [sys.executable, "-m", "server.from_box", "settle", str(file.parent)]
-    alone = [need("setsid"), "--wait", *module, *LINES.splitlines()]
+    alone = need("setsid"), "--wait", *SETTLE, str(file.parent), *LINES.splitlines()
     log = subprocess.check_output(alone, text=True, stderr=subprocess.STDOUT)
     assert waker.read_env_file(file)["WAKER_PIN"] not in log
 
@@ -650,9 +634,3 @@ def test_a_cards_settings_are_filled_in_by_its_owner(home: Home) -> None:
     assert home.settings.read_text() == EXAMPLE
     assert calls(home.stubs) == []
     assert "owner :" not in home.folder.joinpath("sudo.log").read_text()
-
-
-def test_everything_fits_into_one_argument() -> None:
-    """Linux takes 128 KiB. Source: MAX_ARG_STRLEN in linux/binfmts.h."""
-    assert CHECKOUT.joinpath("server/prepare.py").exists()
-    assert len(from_box.remote_command("x" * 1000)) < 100_000
