@@ -1,6 +1,5 @@
 """What make builds, installs and never touches, how waker is started, and the demo."""
 
-import contextlib
 import re
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from conftest import CHECKOUT, Client, each, make, need, wait_for
 from ssh_servers import free_port
 from stand_ins import mounted
 from test_pack import NAMES
+from test_server import Terminal
 
 UNITS = "usr/lib/systemd/system"
 
@@ -153,32 +153,19 @@ def test_procd_runs_waker_as_its_own_user_or_not_at_all(
 
 def test_the_demo_shows_its_secrets_and_enter_switches_its_server_off() -> None:
     where = f"0.0.0.0:{free_port()}"  # nobody else takes it before the demo does
-    quickly = f"import homelab; homelab.main('{where}', pace=0.1)"
-    with (
-        subprocess.Popen(
-            [sys.executable, "-c", quickly],
-            cwd=CHECKOUT / "tests/support",
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        ) as demo,
-        contextlib.ExitStack() as stack,
-    ):
-        stack.callback(demo.terminate)
-        assert demo.stdin
-        assert demo.stdout
-        shown = "".join(demo.stdout.readline() for _ in range(5))
-        place = r"http://(.*):(\d+)/\nPIN +(.*)\npassphrase +(.*)\n"
-        ((host, port, pin, passphrase),) = re.findall(place, shown)
-        client = Client(int(port), host=host).log_in(pin)
-        assert client.start(passphrase).status == 200
-        lines = (line for line in demo.stdout if re.search("boot|fail|done", line))
-        assert next(lines) == "start: booting: Unlocked: cryptroot.\n"
-        demo.stdin.write("\n")
-        demo.stdin.flush()
-        wait_for(lambda: client.status()["state"] == "off")
-    assert demo.returncode == 0
+    folder = CHECKOUT / "tests/support"
+    quickly = f"import homelab; print(homelab.main('{where}', pace=0.1))"
+    demo = Terminal(["env", "-C", str(folder), sys.executable, "-c", quickly])
+    assert demo.asks("listens on")
+    place = r"http://(.*):(\d+)/\nPIN +(.*)\npassphrase +(.*)\n"
+    ((host, port, pin, passphrase),) = re.findall(place, demo.printed)
+    client = Client(int(port), host=host).log_in(pin)
+    assert client.start(passphrase).status == 200
+    demo.answer("\nstart: booting: Unlocked: cryptroot.\n", "")
+    wait_for(lambda: client.status()["state"] == "off")
+    demo.answer("", "\3")  # Ctrl-C interrupts its shell as well
+    demo.end()
+    assert demo.printed.endswith("\n0\n")
 
 
 def test_a_demo_that_cannot_listen_says_so() -> None:
