@@ -327,10 +327,11 @@ def run_waker(
     settings: Mapping[str, str] | None = None,
     given: str = "",
     by: Sequence[str] = (),
+    program: Sequence[str] = MODULE,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command of waker.py to its end, perhaps by another command."""
     return subprocess.run(
-        [*by, *MODULE, *arguments],
+        [*by, *program, *arguments],
         cwd=CHECKOUT,
         env=environment(settings or {}),
         input=given,

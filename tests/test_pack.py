@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import CHECKOUT, environment, make, need, run_waker
+from conftest import CHECKOUT, make, need, run_waker
 
 import waker
 
@@ -28,15 +28,9 @@ def program(tmp_path: Path) -> Path:
 
 def run(program: Path, *arguments: str, **variables: str) -> tuple[int, str]:
     """Run it with this Python; returns its status and all that it printed."""
-    ended = subprocess.run(
-        [sys.executable, str(program), *arguments],
-        env=environment(variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    return ended.returncode, ended.stdout
+    command = sys.executable, str(program)
+    ended = run_waker(*arguments, settings=variables, program=command)
+    return ended.returncode, ended.stdout + ended.stderr
 
 
 def replace(program: Path, name: str, data: bytes) -> None:
