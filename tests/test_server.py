@@ -19,15 +19,7 @@ from pathlib import Path
 
 import from_box
 import pytest
-from conftest import (
-    CHECKOUT,
-    NO_ROOT,
-    PIN,
-    copy_checkout,
-    need,
-    need_root,
-    wait_for,
-)
+from conftest import CHECKOUT, NO_ROOT, PIN, copy_checkout, need, need_root, wait_for
 from homelab import new_key
 from ssh_servers import DEFAULT, free_port, process
 from stand_ins import calls, stub
@@ -57,8 +49,8 @@ import json, os, pathlib, sys
 _, *arguments = sys.argv
 folder = pathlib.Path(__file__).parent
 files = [str(path.relative_to(folder)) for path in folder.rglob("*")]
-called = arguments, files, str(folder), os.getuid()
-pathlib.Path("/mnt/called").write_text(json.dumps(called))
+called = arguments, files, str(folder)
+pathlib.Path("/mnt/called").write_text(json.dumps(called))  # only root can
 if "--yes" not in arguments:
     with open("/dev/tty", "r+b", buffering=0) as terminal:
         terminal.write(b"Go on? [y/N] ")
@@ -205,11 +197,11 @@ class Home:
     def public_key(self) -> str:
         return self.folder.joinpath("waker/ssh_key.pub").read_text().strip()
 
-    def called(self) -> tuple[list[str], list[str], Path, int]:
-        """Return prepare.py's arguments, the files there, their folder, the user."""
+    def called(self) -> tuple[list[str], list[str], Path]:
+        """Return prepare.py's arguments, the files there, and their folder."""
         text = self.folder.joinpath("called").read_text()
-        arguments, files, folder, uid = json.loads(text)
-        return arguments, files, Path(f"/proc/{self.pid}/root{folder}"), uid
+        arguments, files, folder = json.loads(text)
+        return arguments, files, Path(f"/proc/{self.pid}/root{folder}")
 
     def assert_untouched(self, shown: str) -> None:
         """Check that nothing was written on the box, nor started, and it said so."""
@@ -255,9 +247,9 @@ def test_one_command_prepares_the_server_and_starts_waker(home: Home) -> None:
     terminal.answer("[sudo] password for me:", "me")
     terminal.answer("Go on?", "y")
     assert terminal.end() == 0, terminal.printed
-    (*_, box, _, _, key), files, folder, uid = home.called()
+    (*_, box, _, _, key), files, folder = home.called()
     assert re.fullmatch(r"127\.0\.0\.1 \d+ 127\.0\.0\.1 \d+", box)
-    assert (key, uid) == (home.public_key(), 0)
+    assert key == home.public_key()
     assert "dracut/46initrd-ssh/module-setup.sh" in files
     assert "from_box.py" not in files
     assert not folder.exists()
@@ -283,9 +275,8 @@ def test_any_login_shell_will_do(home: Home) -> None:
     """Linux takes 128 KiB as one argument, which the real program must fit into."""
     home.write("checkout/server/prepare.py", STAND_IN + PREPARE)
     home.prepare("OPTIONS=--yes --card 'a $$HOME'")
-    arguments, _, _, uid = home.called()
+    arguments, _, _ = home.called()
     assert arguments[:3] == ["--yes", "--card", "a $HOME"]
-    assert uid == 0
 
 
 def test_root_is_who_knows_its_password(home: Home) -> None:
@@ -296,8 +287,8 @@ def test_root_is_who_knows_its_password(home: Home) -> None:
     terminal.answer("root password is needed.\nPassword:", "root")
     terminal.answer("Go on?", "y")
     assert terminal.end() == 0, terminal.printed
-    (*_, key), _, _, uid = home.called()
-    assert (key, uid) == (home.public_key(), 0)
+    (*_, key), _, _ = home.called()
+    assert key == home.public_key()
     assert calls(home.stubs) == STARTED
 
     home.folder.joinpath("sudo.log").unlink()
@@ -324,7 +315,7 @@ def test_a_server_without_python_says_what_to_install(home: Home) -> None:
 def test_a_lost_connection_leaves_nothing_on_the_server(home: Home) -> None:
     terminal = home.log_in()
     assert terminal.asks("Go on?")
-    _, _, folder, _ = home.called()
+    _, _, folder = home.called()
     assert folder.is_dir()
     terminal.hang_up()
     wait_for(lambda: not folder.exists())
@@ -334,8 +325,8 @@ def test_a_lost_connection_leaves_nothing_on_the_server(home: Home) -> None:
 def test_undo_leaves_the_settings_alone(home: Home) -> None:
     home.settings.parent.joinpath("ssh_key.pub").unlink()  # it needs none
     shown = home.prepare("UNDO=1")
-    arguments, _, _, uid = home.called()
-    assert (arguments, uid) == (["--undo", "--yes"], 0)
+    arguments, _, _ = home.called()
+    assert arguments == ["--undo", "--yes"]
     assert "The settings on this box stay." in shown
     assert home.settings.read_text() == EXAMPLE
     assert calls(home.stubs) == []
@@ -408,7 +399,6 @@ def test_nothing_is_written_unless_the_preparation_has_succeeded(home: Home) -> 
 
 # ---- The box -------------------------------------------------------------------------
 # Settings elsewhere than in /etc/waker, such as an SD card's, are written and not used.
-
 
 SETTLE = sys.executable, "-m", "server.from_box", "settle"
 
