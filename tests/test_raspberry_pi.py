@@ -12,8 +12,6 @@ import pytest
 from conftest import CHECKOUT, MACHINE, PIN, make, need
 from stand_ins import calls, mounted, stub
 
-# These programs cannot run here, or take long.
-STUBS = "apt-get", "dpkg", "sleep", "sync", "systemctl"
 FAIL_IF_TOLD = 'test ! -e "${0%/*}/no ${0##*/} $1"'  # by a file of that name
 SETTINGS = "".join(f"{n}={v}\n" for n, v in (MACHINE | {"WAKER_PIN": PIN}).items())
 SECRETS = {"waker.env", "ssh_key", "ssh_key.pub"}
@@ -40,7 +38,8 @@ class Pi:
         self.folder, self.stubs = folder, folder / "stubs"
         for name in ("etc", "var/lib/cloud/scripts/per-boot", "usr/local/bin", "stubs"):
             folder.joinpath(name).mkdir(parents=True)
-        for name in STUBS:
+        # These programs cannot run here, or take long.
+        for name in ("apt-get", "dpkg", "sleep", "sync", "systemctl"):
             stub(self.stubs / name, FAIL_IF_TOLD)
         shutil.copytree(new_card, folder / "boot/firmware")
         self.card = folder / "boot/firmware/waker"

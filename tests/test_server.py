@@ -34,7 +34,7 @@ REPORTED = {
     "WAKER_HOMELAB_MAC": MAC,
     "WAKER_HOMELAB_HOST": HOST,
     "WAKER_INITRD_SSH_PORT": "2222",
-    "WAKER_SYSTEM_SSH_PORT": "22",
+    "WAKER_SYSTEM_SSH_PORT": "2022",
     "WAKER_SSH_HOST_KEY": HOST_KEY,
 }
 LINES = "".join(f"{name}={value}\n" for name, value in REPORTED.items())
@@ -259,6 +259,7 @@ def test_one_command_prepares_the_server_and_starts_waker(home: Home) -> None:
         "WAKER_PIN": pin,
         "WAKER_HOMELAB_MAC": MAC,
         "WAKER_HOMELAB_HOST": HOST,
+        "WAKER_SYSTEM_SSH_PORT": "2022",  # the other port is the usual one
         "WAKER_SSH_HOST_KEY": HOST_KEY,
     }
     assert calls(home.stubs) == STARTED
@@ -343,7 +344,7 @@ LIES = {
     "two ends": f"{ANSWER}waker-end NONCE\n",
     "the end first": f"waker-end NONCE\nwaker-begin NONCE\n{LINES}",
     "two MAC addresses": ANSWER.replace(LINES, f"WAKER_HOMELAB_MAC={MAC}\n{LINES}"),
-    "no port": ANSWER.replace("WAKER_SYSTEM_SSH_PORT=22\n", ""),
+    "no port": ANSWER.replace("WAKER_INITRD_SSH_PORT=2222\n", ""),
     "another setting": ANSWER.replace(LINES, f"{LINES}WAKER_LISTEN=0.0.0.0:80\n"),
     "a setting in a value": ANSWER.replace(HOST, f"{HOST} WAKER_PIN=12345678"),
     "two lines in one": ANSWER.replace(HOST, f"{HOST}\rWAKER_PIN=12345678"),
@@ -355,7 +356,7 @@ LIES = {
     "half a host key": ANSWER.replace(HOST_KEY, HOST_KEY[:60]),
     "a certificate authority": ANSWER.replace("=ssh-", "=@cert-authority * ssh-"),
     "control characters": ANSWER.replace(HOST_KEY, f"{HOST_KEY} \33]0;title\7"),
-    "bytes": ANSWER.replace("=22\n", "=22\xff\n"),
+    "bytes": ANSWER.replace("=2022\n", "=2022\xff\n"),
 }
 
 
@@ -403,11 +404,9 @@ def test_nothing_is_written_unless_the_preparation_has_succeeded(home: Home) -> 
 SETTLE = sys.executable, "-m", "server.from_box", "settle"
 
 
-def settle(file: Path, *, fails: bool = False, **others: str) -> str:
+def settle(file: Path, *, fails: bool = False) -> str:
     """Write what a server has reported, at a terminal; returns what that shows."""
-    values = REPORTED | {f"WAKER_{name}": text for name, text in others.items()}
-    lines = [f"{name}={value}" for name, value in values.items()]
-    terminal = Terminal([*SETTLE, str(file.parent), *lines])
+    terminal = Terminal([*SETTLE, str(file.parent), *LINES.splitlines()])
     assert terminal.end() == fails, terminal.printed
     return terminal.printed
 
@@ -417,7 +416,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "waker.env"
 
 
-NEW = re.sub(".*_PORT=.*\n", "", LINES)  # which are the usual ones
+NEW = LINES.replace("WAKER_INITRD_SSH_PORT=2222\n", "")  # which is the usual one
 MINE = f'# mine\nWAKER_PIN="{PIN}" \n'
 SHOWN = "#WAKER_SSH_HOST_KEY=ssh-ed25519 AAAA…\n"
 FILLED_IN = (
@@ -425,6 +424,7 @@ FILLED_IN = (
     .replace("MAC=\n", f"MAC={MAC}\n")
     .replace("HOST=\n", f"HOST={HOST}\n")
     .replace(SHOWN, f"WAKER_SSH_HOST_KEY={HOST_KEY}\n")
+    .replace("#WAKER_SYSTEM_SSH_PORT=22\n", "WAKER_SYSTEM_SSH_PORT=2022\n")
 )
 EMPTY = f"""\
 {SHOWN}WAKER_SSH_HOST_KEY="" \n\
@@ -435,9 +435,10 @@ FILLED = f"""\
 {SHOWN}WAKER_SSH_HOST_KEY={HOST_KEY}
 WAKER_HOMELAB_MAC={MAC}
 WAKER_HOMELAB_HOST={HOST}
+WAKER_SYSTEM_SSH_PORT=2022
 """
 SAME = (
-    f"{MINE}{NEW}WAKER_SYSTEM_SSH_PORT=22\n".replace(MAC, MAC.replace(":", "-"))
+    f"{MINE}{LINES}".replace(MAC, MAC.replace(":", "-"))
     .replace(HOST, f"'{HOST}'")
     .replace(HOST_KEY, f"{OTHER_KEY}, server {HOST_KEY} initrd")
 )
@@ -468,18 +469,12 @@ def test_settings_go_where_the_file_has_room_for_them(
     assert [*file.parent.iterdir()] == [file]
 
 
-def test_ports_are_written_if_they_are_not_the_usual_ones(file: Path) -> None:
-    file.write_text(f"{MINE}{NEW}#WAKER_SYSTEM_SSH_PORT=22\n")
-    settle(file, INITRD_SSH_PORT="2223", SYSTEM_SSH_PORT="2022")
-    ports = "WAKER_SYSTEM_SSH_PORT=2022\nWAKER_INITRD_SSH_PORT=2223\n"
-    assert file.read_text() == f"{MINE}{NEW}{ports}"
-
-
 def test_another_value_stays_and_is_named_with_the_servers(file: Path) -> None:
     old = {
         "HOMELAB_MAC": "52:54:00:65:43:21",
         "HOMELAB_HOST": "a\33name",
         "INITRD_SSH_PORT": "2",
+        "SYSTEM_SSH_PORT": "22",
         "SSH_HOST_KEY": OTHER_KEY,
     }
     before = MINE + "".join(f"WAKER_{name}={value}\n" for name, value in old.items())
