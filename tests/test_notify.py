@@ -224,9 +224,7 @@ def test_a_message_is_sent_once_when_the_state_has_changed(
         assert phone.messages == expected, check
 
 
-def test_a_check_that_cannot_look_or_remember_sends_nothing(
-    box: Box, phone: Phone
-) -> None:
+def test_a_check_that_cannot_look_or_remember_sends_nothing(box: Box) -> None:
     """Otherwise it would repeat its message every minute, as long as a disk is full."""
     box.state.joinpath("last.new").mkdir(parents=True)  # so it cannot be written
     assert box.check()[0]
@@ -234,7 +232,7 @@ def test_a_check_that_cannot_look_or_remember_sends_nothing(
     status, errors = box.check()
     assert status == os.EX_CONFIG
     assert "WAKER_HOMELAB_HOST" in errors
-    assert phone.messages == []
+    assert box.phone.messages == []
 
 
 # ---- The topic's address -------------------------------------------------------------
@@ -307,14 +305,12 @@ def test_install_asks_on_a_terminal_and_uninstall_removes_everything(
     assert not box.state.exists()
 
 
-def test_install_fails_if_the_first_message_cannot_be_sent(
-    box: Box, phone: Phone
-) -> None:
+def test_install_fails_if_the_first_message_cannot_be_sent(box: Box) -> None:
     """But it keeps the address, as it is."""
     urls = {
-        f"http://[::1]:{free_port()}{phone.topic}": "off",
-        f"http://me:x@127.0.0.1:{free_port()}{phone.topic}/b?c=$d#e": "off",
-        phone.url: "unknown",
+        f"http://[::1]:{free_port()}{box.phone.topic}": "off",
+        f"http://me:x@127.0.0.1:{free_port()}{box.phone.topic}/b?c=$d#e": "off",
+        box.phone.url: "unknown",
     }
     for url, state in urls.items():
         box.show(state)
@@ -339,9 +335,7 @@ def test_install_names_what_is_missing_and_changes_nothing(
     assert box.installed() == {}
 
 
-def test_install_refuses_what_is_not_an_address_and_changes_nothing(
-    box: Box,
-) -> None:
+def test_install_refuses_what_is_not_an_address_and_changes_nothing(box: Box) -> None:
     starts = "ntfy.sh/x", "ftp://ntfy.sh/x", "https:///x", "https://:80/x"
     no_topics = "https://ntfy.sh/", "https://ntfy.sh?x/y", "https://ntfy.sh#x/y"
     signs = (f"https://ntfy.sh/a{sign}b" for sign in " \\\"'ä")
