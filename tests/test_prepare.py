@@ -124,6 +124,20 @@ def test_the_address_is_the_one_that_the_box_reaches() -> None:
     assert facts()["DHCP"] == ""
 
 
+def test_routes_that_use_no_card_lead_to_none() -> None:
+    """As to a box on the server itself. A card without a route has to be named."""
+    local = '[{"dst": "::", "dev": "lo"}, {"dst": "default", "type": "prohibit"}]\n'
+    assert facts(routes=local + seen()["routes"]) == facts()
+    assert facts(card="eth0", routes=local)["router"] == ""
+
+
+def test_a_bridge_may_lead_to_virtual_machines_as_well() -> None:
+    name = "bridge"
+    guest = {"ifname": "vnet0", "master": "vmbr0", "addr_info": []}
+    links = [*json.loads(seen(network=name)["links"]), guest]
+    assert facts(network=name, links=json.dumps(links))["card"] == "eth0"
+
+
 @pytest.mark.parametrize(
     ("expected", "box", "recordings"),
     [
@@ -165,6 +179,17 @@ def test_forwarded_ports_are_no_ssh_server() -> None:
 def test_the_disks_are_those_below_the_root(root: str, expected: str) -> None:
     table = "".join(f"{name} UUID=x none luks\n" for name in expected.split())
     assert facts(root=root, crypttab=table)["disks"] == expected
+
+
+def test_other_disks_may_open_by_themselves_or_stay_closed() -> None:
+    for other in (
+        "/root/key luks",
+        "none luks,nofail",
+        "- noauto",
+        "none x-initrd.attach",
+    ):
+        table = f"{TABLE}data UUID=x {other}\n"
+        assert facts(crypttab=table)["disks"] == "vda2_crypt"
 
 
 def test_the_kept_images_kernel_is_the_running_one() -> None:
@@ -577,7 +602,7 @@ def test_an_interruption_is_undone_or_finished(server: Server, moment: int) -> N
     server.cut_power(1 + moment % 4, "--yes --undo")
     said = server.undo()
     assert "Undone" in said
-    assert "Left: waker's key" not in said
+    assert "Left:" not in said
     assert server.files_of_the_owner() == bare
 
 
@@ -601,6 +626,7 @@ def test_a_server_of_waker_3_is_taken_over_and_given_back(server: Server) -> Non
     assert server.run(f"sha256sum {DROPBEAR}/*host_key") == host_key
     assert server.read(f"{DROPBEAR}/dropbear.conf") == old[f"{DROPBEAR}/dropbear.conf"]
     assert server.read(KEYS) == f"{OWN_KEY}\n{LIMITED}"
+    assert "Nothing was changed" in server.prepare()
     assert server.read(CONF).splitlines()[2:] == [
         STATIC,
         "BOOTIF=01-52-54-00-12-34-56",
@@ -612,7 +638,12 @@ def test_a_server_of_waker_3_is_taken_over_and_given_back(server: Server) -> Non
     assert server.read(CONF).splitlines()[2] == STATIC
     server.prepare()
     assert server.read(CONF).splitlines()[2] == STATIC.replace("1.20", "1.30")
-    server.undo()
+    second = KEY.replace("AAA waker", "CCC waker")  # of another box
+    server.prepare(f"--yes '{second}'")
+    assert server.read(KEYS) == f"{OWN_KEY}\n{LIMITED}{LIMITED.replace(KEY, second)}"
+    server.cut_power(4, "--yes --undo")
+    assert server.read(CONF) == old[CONF]
+    assert "Left:" not in server.undo()
     assert {name: server.read(name) for name in old} == old
 
 
@@ -634,9 +665,12 @@ def test_what_the_owner_has_changed_since_is_not_lost(server: Server) -> None:
     assert server.read(menu).startswith(own_entry)
 
     server.write(CONF, changed)
-    assert f"Left: {CONF}, which you have changed." in server.undo()
+    server.write(KEYS, f'from="192.168.1.2",{server.read(KEYS)}')
+    said = server.undo()
+    assert f"Left: {CONF}, which you have changed." in said
+    assert f"Left: waker's key in {KEYS}, because you have changed" in said
     assert server.read(CONF) == changed
-    assert server.read(KEYS) == f"{OWN_KEY}\n"
+    assert server.read(KEYS) == f'from="192.168.1.2",{LIMITED}{OWN_KEY}\n'
     assert server.read(menu).startswith(own_entry)
 
 
@@ -664,18 +698,28 @@ def test_undo_removes_packages_but_not_what_opens_the_disk(server: Server) -> No
     assert server.run(status, check=False).split().count("installed") == 1
 
 
-def test_packages_that_are_only_upgraded_are_not_undone(server: Server) -> None:
-    """As apt-get of Debian 12 announces them, in whose place this is."""
-    server.write(
-        "/usr/bin/apt-get",
-        """#!/bin/sh
-        echo "Inst libmnl0 [1.0.4-2] (1.0.4-3 Debian:12.12/oldstable [amd64])"
-        echo "Inst ethtool (1:6.1-1 Debian:12.12/oldstable [amd64])"\n""",
-        0o755,
-    )
+# As apt-get of Debian 12 announces packages. It fails if its last argument is so.
+APT = """#!/bin/sh
+case $* in *" {fails}") echo "E: why" >&2; exit 100 ;; esac
+echo "Inst libmnl0 [1.0.4-2] (1.0.4-3 Debian:12.12/oldstable [amd64])"
+echo "Inst ethtool (1:6.1-1 Debian:12.12/oldstable [amd64])"
+"""
+
+
+def test_packages_are_installed_before_an_image_is_built(server: Server) -> None:
+    """What is only upgraded with them is not undone."""
     packages = f"{seen()['packages']}dropbear-initramfs install installed\n"
     server.set(packages=packages)
-    server.prepare()
+    server.count_builds()
+    for fails in ("--simulate", "ethtool"):
+        server.write("/usr/bin/apt-get", APT.format(fails=fails), 0o755)
+        said = server.prepare(MARKED, check=False)
+        assert re.search("(?m)^FAILED: `apt-get .* ethtool.*` failed", said)
+        assert "E: why" in said
+        assert "waker-begin" not in said
+    assert server.count_builds() == 0
+    server.write("/usr/bin/apt-get", APT.format(fails="update"), 0o755)
+    assert "\nInst ethtool" in server.prepare()  # what apt says is shown
     record = json.loads(server.read("/var/lib/waker-prepare/record.json"))
     assert [name for kind, name, *_ in record if kind == "PACKAGE"] == ["ethtool"]
 
