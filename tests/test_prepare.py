@@ -24,6 +24,7 @@ import prepare
 import pytest
 from conftest import CHECKOUT, need, need_root, wait_for
 from namespaces import hosts
+from test_server import Terminal
 
 SERVERS = CHECKOUT / "tests/support/servers"
 RECORDED = json.loads((SERVERS / "recorded.json").read_text())
@@ -42,6 +43,7 @@ DROPBEAR = "/etc/dropbear/initramfs"
 KEYS = f"{DROPBEAR}/authorized_keys"
 STATIC = "IP=192.168.1.20::192.168.1.1:255.255.255.0"
 BOX = "192.168.1.2 50000 192.168.1.20 22"
+PROGRAM = "/usr/bin/python3 server/prepare.py"
 
 
 def seen(
@@ -342,11 +344,15 @@ class Server:
     kernel: str = seen()["kernels"].strip()
     image: str = f"/boot/initrd.img-{kernel}"
 
+    def enter(self, command: str) -> list[str]:
+        """Return a command that runs one of the shell there."""
+        place = "--mount", f"--target={self.holder}"
+        return [need("nsenter"), *place, "sh", "-c", f"cd {self.folder}; {command}"]
+
     def run(self, command: str, check: bool = True) -> str:
         """Run a command of the shell there; returns what it prints."""
-        enter = [need("nsenter"), "--mount", f"--target={self.holder}", "sh", "-c"]
         done = subprocess.run(
-            [*enter, f"cd {self.folder}; {command}"],
+            self.enter(command),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -358,7 +364,7 @@ class Server:
         return done.stdout
 
     def prepare(self, arguments: str = f"--yes '{KEY}'", check: bool = True) -> str:
-        return self.run(f"/usr/bin/python3 server/prepare.py {arguments}", check)
+        return self.run(f"{PROGRAM} {arguments}", check)
 
     def undo(self, check: bool = True) -> str:
         return self.prepare("--yes --undo", check)
@@ -516,6 +522,25 @@ def answers(said: str) -> list[str]:
 
 
 MARKED = f"--yes --nonce 5eed '{KEY}'"
+WAKES = "#!/bin/sh\nprintf '\\tSupports Wake-on: pumbg\\n\\tWake-on: d\\n'"
+
+
+def test_it_shows_what_it_will_do_and_asks(server: Server) -> None:
+    bare = server.files()
+    for answer in ("n", "y"):
+        assert server.files() == bare
+        terminal = Terminal(server.enter(f"{PROGRAM} '{KEY}'"))
+        terminal.answer("Go on? [y/N]", answer)
+        assert terminal.end() == (answer == "n"), terminal.printed
+    found, plan, result = re.split(r"This will:|Go on\?", terminal.printed)
+    assert "\n    card: eth0\n" in found
+    assert f"\n    limit waker's key to unlocking, with a line in {KEYS}\n" in plan
+    assert "\n    build and examine the initrd of each kernel" in plan
+    assert "\nWARNING: the driver of eth0 offers no Wake-on-LAN.\n" in result
+    assert "\nPut these lines into waker.env:\nWAKER_HOMELAB_MAC=" in result
+    server.write("/usr/sbin/ethtool", WAKES, 0o755)
+    assert "WARNING" not in server.prepare()
+    assert f"\n    {KEYS}\n" in server.undo()
 
 
 def test_a_server_is_prepared_once_and_undone(server: Server) -> None:
@@ -542,6 +567,7 @@ def test_a_server_is_prepared_once_and_undone(server: Server) -> None:
     prepared = server.files()
     said = server.prepare(MARKED)
     assert "Nothing was changed" in said
+    assert "This will" not in said
     assert len(answers(said)) == 5
     assert (server.files(), server.count_builds()) == (prepared, 0)
 
