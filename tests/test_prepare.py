@@ -543,6 +543,18 @@ def test_it_shows_what_it_will_do_and_asks(server: Server) -> None:
     assert f"\n    {KEYS}\n" in server.undo()
 
 
+def test_the_card_keeps_wake_on_lan_from_now_on(server: Server) -> None:
+    server.run("cp $(command -v systemctl) .")
+    script = f'echo "$@" >>{server.folder}/asked; exec {server.folder}/systemctl "$@"'
+    server.write("/usr/bin/systemctl", f"#!/bin/sh\n{script}\n", 0o755)
+    for run in (server.prepare, server.prepare, server.undo):
+        run()
+    unit = "waker-wake.service"
+    asked = [f"{verb} {unit}" for verb in ("enable", "restart", "disable --now")]
+    lines = (server.folder / "asked").read_text().splitlines()
+    assert [line for line in lines if unit in line] == asked
+
+
 def test_a_server_is_prepared_once_and_undone(server: Server) -> None:
     bare, image = server.files_of_the_owner(), server.image
     said = server.prepare(MARKED)
@@ -714,14 +726,17 @@ def test_undo_removes_packages_but_not_what_opens_the_disk(server: Server) -> No
     for name in ("dropbear_rsa_host_key.pub", "own_host_key", "own_host_key.pub"):
         server.write(f"{DROPBEAR}/{name}", "x")
     server.write("/etc/initrd-ssh/host_key.pub", "x")  # of dracut's module
+    interrupted = "/^Package: ethtool$/,/^Version/s/ok installed/ok unpacked/"
+    server.run(f"sed -i '{interrupted}' /var/lib/dpkg/status")
     said = server.undo()
     assert "Left: /etc/initrd-ssh/host_key.pub." in said
     for name in needed:
         assert f"Left: the package {name}." in said
     assert "tcsh" not in said.partition("Undone.")[2]
     assert server.run(f"cd {DROPBEAR}; ls *.pub") == "own_host_key.pub\n"
-    status = "dpkg-query -Wf '${db:Status-Status} ' cryptsetup-bin tcsh"
-    assert server.run(status, check=False).split().count("installed") == 1
+    status = "dpkg-query -Wf '${Package} ${db:Status-Status}, ' cryptsetup-bin ethtool"
+    assert server.run(status) == "cryptsetup-bin installed, ethtool installed, "
+    assert server.run("command -v tcsh", check=False) == ""
 
 
 # As apt-get of Debian 12 announces packages. It fails if its last argument is so.
@@ -745,7 +760,9 @@ def test_packages_are_installed_before_an_image_is_built(server: Server) -> None
         assert "waker-begin" not in said
     assert server.count_builds() == 0
     server.write("/usr/bin/apt-get", APT.format(fails="update"), 0o755)
-    assert "\nInst ethtool" in server.prepare()  # what apt says is shown
+    said = server.prepare()  # it shows what apt says
+    assert "\nE: why\n" in said
+    assert "\nInst ethtool" in said
     record = json.loads(server.read("/var/lib/waker-prepare/record.json"))
     assert [name for kind, name, *_ in record if kind == "PACKAGE"] == ["ethtool"]
 
