@@ -233,17 +233,15 @@ def environment(settings: Mapping[str, str]) -> dict[str, str]:
 UNLOCK = sys.executable, PROGRAM, "unlock"
 
 
-def new_app(
-    config: waker.Config, settings: Mapping[str, str] | None = None
-) -> waker.App:
-    """Put the daemon's parts together. To unlock, it needs the machine's settings."""
-    return waker.App(config, (UNLOCK, environment(settings or {})))
-
-
 @contextlib.contextmanager
-def serving(app: waker.App, port: int = 0) -> Iterator[Client]:
-    """Run the daemon in this process; port 0 is any free one."""
-    tcp = waker.listen(("127.0.0.1", port))
+def serving(
+    config: waker.Config,
+    settings: Mapping[str, str] | None = None,
+    command: Sequence[str] = UNLOCK,
+) -> Iterator[Client]:
+    """Run the daemon in this process. To unlock, it needs the machine's settings."""
+    app = waker.App(config, (command, environment(settings or {})))
+    tcp = waker.listen(("127.0.0.1", 0))
     server = waker.Server(app, tcp)
     threading.Thread(target=server.serve_forever, args=(None,)).start()
     try:
@@ -251,13 +249,6 @@ def serving(app: waker.App, port: int = 0) -> Iterator[Client]:
     finally:
         app.starter.stop()
         server.stop()
-
-
-def running(
-    config: waker.Config, port: int = 0
-) -> contextlib.AbstractContextManager[Client]:
-    """Run a daemon that does not unlock."""
-    return serving(new_app(config), port)
 
 
 @dataclass
@@ -398,5 +389,5 @@ def config(lab: Homelab, tmp_path: Path) -> waker.Config:
 @pytest.fixture
 def api(config: waker.Config, lab: Homelab) -> Iterator[Client]:
     """A client of the daemon for it, without a token."""
-    with serving(new_app(config, lab.settings())) as client:
+    with serving(config, lab.settings()) as client:
         yield client

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import CHECKOUT, MACHINE, PIN, Client, each, running
+from conftest import CHECKOUT, MACHINE, PIN, Client, each, serving
 from homelab import bind
 from ssh_servers import free_port
 
@@ -24,7 +24,7 @@ NUMBERS = itertools.count(1)
 @pytest.fixture(scope="session")
 def owner() -> Iterator[Client]:
     """A client with a token, of a daemon that many tests share."""
-    with running(CONFIG) as client:
+    with serving(CONFIG) as client:
         yield client.log_in()
 
 
@@ -151,7 +151,7 @@ def test_the_status_comes_with_the_token_but_no_refused_attempt_looks_for_it() -
         port.setblocking(False)
         system_port = int(port.getsockname()[1])
         config = CONFIG._replace(initrd_port=free_port(), system_port=system_port)
-        with running(config) as client:
+        with serving(config) as client:
             assert client.attempt("wrong PIN").status == 401
             assert client.call("POST", "/api/auth", b"{}").status == 400
             with pytest.raises(BlockingIOError):
@@ -165,7 +165,7 @@ def test_a_bug_in_the_status_withholds_no_token(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Nor shows it details. A host that is no text makes connecting fail oddly."""
-    with running(CONFIG._replace(host="\ud800")) as client:
+    with serving(CONFIG._replace(host="\ud800")) as client:
         answer = client.log_in().call("GET", "/api/status")
         assert answer.status == 500
         assert re.match("Internal error(?!.*codec)", answer.error)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import CHECKOUT, PASSPHRASE, PIN, Client, need, running, wait_for
+from conftest import CHECKOUT, PASSPHRASE, PIN, Client, need, serving, wait_for
 from engines import ENTER, TAB, Engine, firefox, qt, webkit
 from lightningcss import process_stylesheet
 from stage import STRANGERS
@@ -66,7 +66,7 @@ def test_the_keyboard_cancels_a_start_and_brings_the_server_up(
 ) -> None:
     asleep = config._replace(mac=waker.Mac(b"\0" * 6))  # no packet wakes it
     start = (TODAYS | OLDEST)[name]
-    with running(asleep) as client, start(tmp_path) as engine:
+    with serving(asleep) as client, start(tmp_path) as engine:
         person = Person(engine, client).open()
         person.enters(PIN).reads("Off").has_focus("passphrase")
         person.enters(PASSPHRASE).reads("0:0").has_focus("headline")

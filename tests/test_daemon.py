@@ -23,7 +23,6 @@ from conftest import (
     environment,
     make,
     need,
-    new_app,
     run_python,
     run_waker,
     shortened,
@@ -39,7 +38,7 @@ import waker
 
 def test_a_value_does_not_show_its_secret_when_it_is_printed() -> None:
     config = waker.read_config(MACHINE | {"WAKER_PIN": PIN}, Path())
-    app = new_app(config)
+    app = waker.App(config, ([], {}))
     token = app.gate.issue_token(0)
     body = json.dumps({"passphrase": PASSPHRASE}).encode()
     values = [

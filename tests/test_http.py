@@ -24,9 +24,8 @@ from conftest import (
     daemon,
     each,
     need,
-    new_app,
     run_python,
-    running,
+    serving,
     shortened,
     wait_for,
 )
@@ -59,7 +58,7 @@ def answer_on(tcp: socket.socket) -> Answer:
 @pytest.fixture
 def server() -> Iterator[Client]:
     """A client of a daemon in this process, whose machine nobody watches."""
-    with running(CONFIG) as client:
+    with serving(CONFIG) as client:
         yield client
 
 
@@ -332,7 +331,7 @@ def test_clients_that_have_gone_are_not_asked(come: Come, service: Daemon) -> No
 def test_a_request_at_the_last_moment_is_answered() -> None:
     """It has arrived, and its connection is dropped before a thread has read it."""
     with waker.listen(("127.0.0.1", 0)) as tcp:
-        server = waker.Server(new_app(CONFIG), tcp)
+        server = waker.Server(waker.App(CONFIG, ([], {})), tcp)
         server.is_stopping = True  # then a thread drops its client before it reads
         with knock(Client(tcp.getsockname()[1]), GET + b"\r\n") as client:
             server.handle_request()

@@ -18,16 +18,7 @@ from urllib.parse import unquote
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe  # type: ignore[import-untyped]
-from conftest import (
-    CHECKOUT,
-    PASSPHRASE,
-    PIN,
-    Client,
-    need,
-    new_app,
-    running,
-    serving,
-)
+from conftest import CHECKOUT, PASSPHRASE, PIN, Client, need, serving
 from engines import listening
 from homelab import Homelab
 from playwright.sync_api import Browser, Playwright, expect, sync_playwright
@@ -397,7 +388,7 @@ def test_while_requests_hang_one_more_is_sent_and_what_is_shown_is_called_old(
     config: waker.Config, new_phone: NewPhone
 ) -> None:
     """As when a phone leaves its Wi-Fi."""
-    with running(config) as client:
+    with serving(config) as client:
         phone = new_phone(client)
         phone.stop_clock().open().give_pin().sees("off")
     body = json.dumps(OLD | {"state": "locked"})
@@ -477,7 +468,7 @@ def test_two_secrets_bring_the_server_up(
     """Both wrong at first; a second phone sees it, and the browser keeps no secret."""
     packet = b"\xff" * 6 + config.mac * 16
     asleep = config._replace(mac=waker.Mac(b"\0" * 6))  # no packet of waker's wakes it
-    with serving(new_app(asleep, lab.settings())) as client:
+    with serving(asleep, lab.settings()) as client:
         phone, other = (new_phone(client).open().give_pin() for _ in range(2))
         phone.sees("off").press("Show").hold("start").start().is_busy()
         expect(phone.part("passphrase")).to_have_attribute("type", "password")

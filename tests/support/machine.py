@@ -23,7 +23,6 @@ from conftest import (
     Client,
     Daemon,
     daemon,
-    environment,
     need,
     serving,
     shortened,
@@ -32,7 +31,7 @@ from conftest import (
 from homelab import bind, blackhole
 from ssh_servers import ALONE, AS_USER_1, Settings, process
 
-from waker import App, Config, read_config
+from waker import Config, read_config
 
 MAC = MACHINE["WAKER_HOMELAB_MAC"]
 PACKET = b"\xff" * 6 + bytes.fromhex(MAC.replace(":", "")) * 16
@@ -192,8 +191,7 @@ class Machine:
     ) -> Iterator[Client]:
         """Run the daemon in this process until its threads have ended."""
         others = {*threading.enumerate()}
-        app = App(self.config(settings), (command, environment(settings)))
-        with serving(app) as client:
+        with serving(self.config(settings), settings, command) as client:
             yield client.log_in()
         wait_for(lambda: others.issuperset(threading.enumerate()))
 
