@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from homelab import Homelab
+from homelab import MAC, Homelab
 
 import waker
 
@@ -36,8 +36,7 @@ MODULE = (sys.executable, "-m", "waker")
 PIN = "pin-2468-pin"
 PASSPHRASE = 'correct "horse" \\ stäple'
 ODD_PASSPHRASE = "-n '$(id)` a\\tb\\0 " + "é" * 244 + "xy \u00a0 "  # 512 bytes
-MAC = {"WAKER_HOMELAB_MAC": "52:54:00:12:34:56"}
-MACHINE = MAC | {"WAKER_HOMELAB_HOST": "127.0.0.1"}
+MACHINE = {"WAKER_HOMELAB_MAC": MAC, "WAKER_HOMELAB_HOST": "127.0.0.1"}
 NO_ROOT = "need root, because this system gives others no namespaces"
 Fields = Mapping[str, str]
 T = TypeVar("T")
@@ -380,10 +379,9 @@ def lab(tmp_path: Path) -> Iterator[Homelab]:
 
 
 @pytest.fixture
-def config(lab: Homelab, tmp_path: Path) -> waker.Config:
-    """The daemon's configuration for it; packets go to a port that needs no root."""
-    config = waker.read_config({"WAKER_PIN": PIN} | lab.settings(), tmp_path)
-    return config._replace(packet_port=lab.packet_port)
+def config(lab: Homelab) -> waker.Config:
+    """The daemon's configuration for it."""
+    return lab.config({"WAKER_PIN": PIN} | lab.settings())
 
 
 @pytest.fixture

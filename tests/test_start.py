@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from conftest import (
     PASSPHRASE,
+    PIN,
     UNLOCK,
     daemon,
     each,
@@ -21,11 +22,11 @@ from conftest import (
     wait_for,
     wait_for_child,
 )
+from homelab import PACKET
 from machine import (
     CLOSED,
     EARLY,
     OPEN,
-    PACKET,
     SILENT,
     SLOWLY,
     SOON,
@@ -318,7 +319,7 @@ class Scripted(waker.Watcher):
 
 
 def starter_of(machine: Machine) -> tuple[waker.Starter, Scripted]:
-    config = machine.config(machine.settings())
+    config = machine.config(machine.settings(PIN=PIN))
     watcher = Scripted(config)
     return waker.Starter(config, watcher, (UNLOCK, {})), watcher
 

@@ -19,8 +19,8 @@ from conftest import (
     shortened,
     wait_for,
 )
-from homelab import DROPBEAR, OPENSSH, bind
-from machine import CLOSED, MAC, OPEN, PACKET, SILENT, Machine, wait_for_state
+from homelab import DROPBEAR, MAC, OPENSSH, PACKET, bind
+from machine import CLOSED, OPEN, SILENT, Machine, wait_for_state
 from namespaces import Home, ip, udp_packets
 from ssh_servers import free_port, says
 

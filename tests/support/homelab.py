@@ -30,6 +30,8 @@ paramiko.util.get_logger("paramiko").setLevel("CRITICAL")  # it logs every hang-
 DROPBEAR = "SSH-2.0-dropbear_2022.83"
 OPENSSH = "SSH-2.0-OpenSSH_9.2p1 Debian-2+deb12u7"
 REJECTION = b"cryptsetup failed, bad password or options?"
+MAC = "52:54:00:12:34:56"
+PACKET = b"\xff" * 6 + bytes.fromhex(MAC.replace(":", "")) * 16
 
 
 def new_key() -> paramiko.ECDSAKey:
@@ -131,46 +133,78 @@ class SshServer(paramiko.ServerInterface):
         return 1 - is_right
 
 
-@dataclass
-class Homelab:
-    """The machine. Its folder has our key."""
+class Ports:
+    """The ports of a machine, and the daemon's settings for it.
 
-    folder: Path
-    passphrase: str
-    address: str = "127.0.0.1"
-    packet_port: int = 0  # for UDP; 0 is any free one
-    pace: float = 0  # seconds that its firmware and its boot take, each
+    Its folder has our key.
+    """
 
-    def __post_init__(self) -> None:
-        self.mac = "52:54:00:12:34:56"
-        self.ssh_key = self.folder / "ssh_key"
+    def __init__(
+        self, folder: Path, address: str = "127.0.0.1", packet_port: int = 0
+    ) -> None:
+        self.folder = folder
+        self.address = address
+        self.ssh_key = folder / "ssh_key"
+        self.host_key = ""  # the initrd's
+        self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._udp.bind(("", packet_port))  # an address would exclude broadcasts
+        self.packet_port = int(self._udp.getsockname()[1])
+        # Each port stays taken from end to end, whoever listens on it in between.
+        self._taken = [bind(address, 0) for _ in range(2)]
+        ports = [int(taken.getsockname()[1]) for taken in self._taken]
+        self.initrd_port, self.system_port = ports
+
+    def settings(self, **others: str) -> dict[str, str]:
+        values = {
+            "HOMELAB_MAC": MAC,
+            "HOMELAB_HOST": self.address,
+            "HOMELAB_BROADCAST": "127.255.255.255",
+            "INITRD_SSH_PORT": str(self.initrd_port),
+            "SYSTEM_SSH_PORT": str(self.system_port),
+            "SSH_KEY": str(self.ssh_key),
+            "SSH_HOST_KEY": self.host_key,
+        }
+        return {f"WAKER_{name}": value for name, value in (values | others).items()}
+
+    def config(self, settings: dict[str, str]) -> waker.Config:
+        """Read the settings; packets go to this machine's port, which needs no root."""
+        config = waker.read_config(settings, self.folder)
+        return config._replace(packet_port=self.packet_port)
+
+    def packets(self) -> list[bytes]:
+        """Return the packets that have arrived since the last call."""
+        found = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                found.append(self._udp.recv(2048, socket.MSG_DONTWAIT))
+        return found
+
+    def close(self) -> None:
+        for taken in (self._udp, *self._taken):
+            taken.close()
+
+
+class Homelab(Ports):
+    """The machine. Its firmware and its boot take `pace` seconds, each."""
+
+    def __init__(
+        self,
+        folder: Path,
+        passphrase: str,
+        address: str = "127.0.0.1",
+        packet_port: int = 0,
+        pace: float = 0,
+    ) -> None:
+        super().__init__(folder, address, packet_port)
+        self.passphrase, self.pace = passphrase, pace
         client_key, self._initrd_key, self._system_key = (new_key() for _ in range(3))
         client_key.write_private_key_file(str(self.ssh_key))
         self._authorized = public_line(client_key)
-        self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._udp.settimeout(0.05)
-        self._udp.bind(("", self.packet_port))  # an address would exclude broadcasts
-        self.packet_port = int(self._udp.getsockname()[1])
-        # Each port stays taken from end to end, whoever listens on it in between.
-        self._taken = [bind(self.address, 0) for _ in range(2)]
-        ports = [int(taken.getsockname()[1]) for taken in self._taken]
-        self.initrd_port, self.system_port = ports
+        self.host_key = public_line(self._initrd_key)
         self._off, self._power_cut, self._closed = Event(), Event(), Event()
         self._thread = Thread(target=self._live, daemon=True)
         self._thread.start()
         self._off.wait()
-
-    def settings(self) -> dict[str, str]:
-        """Return the daemon's settings for this machine."""
-        return {
-            "WAKER_HOMELAB_MAC": self.mac,
-            "WAKER_HOMELAB_HOST": self.address,
-            "WAKER_HOMELAB_BROADCAST": "127.255.255.255",
-            "WAKER_INITRD_SSH_PORT": str(self.initrd_port),
-            "WAKER_SYSTEM_SSH_PORT": str(self.system_port),
-            "WAKER_SSH_KEY": str(self.ssh_key),
-            "WAKER_SSH_HOST_KEY": public_line(self._initrd_key),
-        }
 
     def obey(self, descriptor: int) -> None:
         """Cut the power of the running machine at each input, until that ends."""
@@ -186,18 +220,13 @@ class Homelab:
 
     def _sleep(self) -> None:
         """Be off until the magic packet comes."""
-        wanted = b"\xff" * 6 + bytes.fromhex(self.mac.replace(":", "")) * 16
-        received = b"x"
-        with contextlib.suppress(TimeoutError):
-            while True:  # what came while it was awake wakes nobody later
-                self._udp.recv(2048)
+        self.packets()  # what came while it was awake wakes nobody later
         with contextlib.ExitStack() as holes:
             for port in (self.initrd_port, self.system_port):
                 holes.enter_context(blackhole(self.address, port))
             self._off.set()
-            while received != wanted and not self._closed.is_set():
-                with contextlib.suppress(TimeoutError):
-                    received = self._udp.recv(2048)
+            while PACKET not in self.packets() and not self._closed.wait(0.05):
+                pass
 
     def _run(self) -> None:
         """Boot, wait for the passphrase, boot on, and be up until the power is cut."""
@@ -218,8 +247,7 @@ class Homelab:
         self._closed.set()
         self._power_cut.set()
         self._thread.join()
-        for taken in [self._udp, *self._taken]:
-            taken.close()
+        super().close()
 
 
 def main(wish: str = "127.0.0.1:8080", *, pace: float = 4) -> int:
@@ -234,8 +262,7 @@ def main(wish: str = "127.0.0.1:8080", *, pace: float = 4) -> int:
     with tempfile.TemporaryDirectory(prefix="waker-demo-") as name:
         machine = Homelab(Path(name), passphrase, pace=pace)
         own = {"WAKER_PIN": pin, "WAKER_HOMELAB_NAME": "demo server"}
-        config = waker.read_config(machine.settings() | own, Path(name))
-        config = config._replace(packet_port=machine.packet_port, listen=listen)
+        config = machine.config(machine.settings() | own)._replace(listen=listen)
         if address in ("::", "0.0.0.0"):  # a phone needs one of this box's own
             outside = config._replace(broadcast=IPv4Address("192.0.2.1"))
             with contextlib.suppress(OSError):  # there is no network

@@ -7,7 +7,6 @@ import contextlib
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 from conftest import (
-    MACHINE,
     PASSPHRASE,
     PIN,
     UNLOCK,
@@ -28,13 +26,9 @@ from conftest import (
     shortened,
     wait_for,
 )
-from homelab import bind, blackhole
+from homelab import Ports, bind, blackhole
 from ssh_servers import ALONE, AS_USER_1, Settings, process
 
-from waker import Config, read_config
-
-MAC = MACHINE["WAKER_HOMELAB_MAC"]
-PACKET = b"\xff" * 6 + bytes.fromhex(MAC.replace(":", "")) * 16
 SILENT, CLOSED, OPEN = "does not answer", "refuses connections", "is open"
 
 # The words of Debian's cryptroot-unlock, for scripts that act as one.
@@ -66,22 +60,14 @@ SOON = "until [ -e go ]; do sleep 0.1; done"  # until a test makes the file
 WARNS = "echo cryptroot-unlock: systemd may give up after another wrong passphrase"
 
 
-class Machine:
+class Machine(Ports):
     """A machine on loopback, whose ports show what a test wants.
 
-    Its initrd is dropbear.
+    Its initrd is dropbear. Its keys are made when they are needed first.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.ssh_key = folder / "ssh_key"
-        self.host_key = ""  # made when it is needed first
-        self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._udp.bind(("", 0))
-        self.packet_port = int(self._udp.getsockname()[1])
-        self._taken = [bind("127.0.0.1", 0) for _ in range(2)]
-        ports = [int(taken.getsockname()[1]) for taken in self._taken]
-        self.initrd_port, self.system_port = ports
+        super().__init__(folder)
         self._shown = contextlib.ExitStack()
 
     def show(self, initrd: str = SILENT, system: str = SILENT) -> "Machine":
@@ -140,28 +126,10 @@ class Machine:
         """Make the file that a script waits for."""
         self.folder.joinpath(name).touch()
 
-    def packets(self) -> list[bytes]:
-        """Return the packets that have arrived since the last call."""
-        found = []
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                found.append(self._udp.recv(2048, socket.MSG_DONTWAIT))
-        return found
-
     def settings(self, **others: str) -> Settings:
         if not self.host_key:
             self.make_keys()
-        values = {
-            "HOMELAB_MAC": MAC,
-            "HOMELAB_HOST": "127.0.0.1",
-            "HOMELAB_NAME": "Home server",
-            "HOMELAB_BROADCAST": "127.255.255.255",
-            "INITRD_SSH_PORT": str(self.initrd_port),
-            "SYSTEM_SSH_PORT": str(self.system_port),
-            "SSH_KEY": str(self.ssh_key),
-            "SSH_HOST_KEY": self.host_key,
-        }
-        return {f"WAKER_{name}": value for name, value in (values | others).items()}
+        return super().settings(**{"HOMELAB_NAME": "Home server"} | others)
 
     @contextlib.contextmanager
     def waker(
@@ -181,24 +149,20 @@ class Machine:
             assert started.client.start().status == 200
             yield started.client
 
-    def config(self, settings: Settings) -> Config:
-        config = read_config({"WAKER_PIN": PIN} | settings, self.folder)
-        return config._replace(packet_port=self.packet_port)
-
     @contextlib.contextmanager
     def serving(
         self, settings: Settings, command: Sequence[str] = UNLOCK
     ) -> Iterator[Client]:
         """Run the daemon in this process until its threads have ended."""
         others = {*threading.enumerate()}
-        with serving(self.config(settings), settings, command) as client:
+        config = self.config({"WAKER_PIN": PIN} | settings)
+        with serving(config, settings, command) as client:
             yield client.log_in()
         wait_for(lambda: others.issuperset(threading.enumerate()))
 
     def close(self) -> None:
         self._shown.close()
-        for taken in (self._udp, *self._taken):
-            taken.close()
+        super().close()
 
 
 @pytest.fixture
