@@ -26,7 +26,7 @@ from typing import NamedTuple
 CHECKOUT = Path(__file__).resolve().parent.parent
 LEFT_OUT = shutil.ignore_patterns(".*", "dist", "__pycache__")
 AT_ONCE = 6  # because most tests mostly wait
-TOKEN = r"""(?P<kept>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\w+|[^\s,]|,(?!\s*[])}]))"""
+TOKEN = r"""(?x) "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*' | \w+ | [^\s,] | ,(?!\s*[])}])"""
 
 
 class Stale(Exception):
@@ -52,57 +52,48 @@ def read_breaks() -> list[Break]:
     return breaks
 
 
-def find_only(found: list[slice], what: str) -> slice:
+def find(text: str, pattern: str, what: str) -> re.Match[str]:
+    """Find the only match of a pattern. Raises: Stale."""
+    found = [*re.finditer(f"(?m){pattern}", text)]
     if len(found) != 1:
         raise Stale(f"{what} is there {len(found)} times")
     return found[0]
 
 
-def find_block(text: str, name: str, indent: str) -> slice:
+def replace(found: re.Match[str], new: str) -> str:
+    """Return the whole text, with something else in place of what was found."""
+    return found.string[: found.start()] + new + found.string[found.end() :]
+
+
+def find_block(text: str, name: str, indent: str) -> re.Match[str]:
     """Find the line that names something, and those that are indented below it."""
     words = r"(?:async |class |const |def |function |let )*"
     first = rf"^{indent}{words}{re.escape(name)}(?!\w).*\n"
-    block = rf"(?m){first}(?:(?:{indent}[ )\]}}].*)?\n)*"
-    found = [slice(*each.span()) for each in re.finditer(block, text)]
-    return find_only(found, name)
+    return find(text, rf"{first}(?:(?:{indent}[ )\]}}].*)?\n)*", name)
 
 
-def find_tokens(text: str, old: str, comment: str) -> slice:
-    """Find an expression, however it is written."""
-    every = [each for each in re.finditer(f"{comment}|{TOKEN}", text) if each["kept"]]
-    wanted = [each["kept"] for each in re.finditer(TOKEN, old)]
-    windows = (every[n : n + len(wanted)] for n in range(len(every)))
-    found = [
-        slice(window[0].start(), window[-1].end())
-        for window in windows
-        if [each["kept"] for each in window] == wanted
-    ]
-    return find_only(found, old)
-
-
-def find_lines(text: str, statement: str, comment: str) -> slice:
-    """Find the lines of a statement."""
-    found = find_tokens(text, statement, comment)
-    start = text.rfind("\n", 0, found.start) + 1
-    return slice(start, text.index("\n", found.stop) + 1)
+def write_pattern(code: str, comment: str) -> str:
+    """Write a pattern that finds code, however it is laid out."""
+    gap = rf"(?:\s|(?<=\s){comment}.*|,(?=\s*[])}}]))*+"
+    tokens = map(re.escape, re.findall(TOKEN, code))
+    return rf"(?:\b|(?=\W)){gap.join(tokens)}(?:\b|(?<=\W))"
 
 
 def change(text: str, old: str, new: str, comment: str) -> str:
-    """Return the text with a change."""
+    """Return the text with a change. Raises: Stale."""
+    pattern = write_pattern(old, comment)
     if new != "deleted" and not new.startswith("moved "):
-        found = find_tokens(text, old, comment)
-        return text[: found.start] + new + text[found.stop :]
-    found = find_lines(text, old, comment)
-    taken = textwrap.dedent(text[found])
-    text = text[: found.start] + text[found.stop :]
+        return replace(find(text, pattern, old), new)
+    taken = find(text, rf"^.*{pattern}.*\n", old)
+    text = replace(taken, "")
     if new == "deleted":
         return text
     _, where, other = new.split(" ", 2)
-    found = find_lines(text, other, comment)
-    target = text[found]
-    indent = target[: len(target) - len(target.lstrip())]
-    place = {"before": found.start, "after": found.stop}[where]
-    return text[:place] + textwrap.indent(taken, indent) + text[place:]
+    target = find(text, rf"^( *).*{write_pattern(other, comment)}.*\n", other)
+    moved = textwrap.indent(textwrap.dedent(taken[0]), target[1])
+    return replace(
+        target, moved + target[0] if where == "before" else target[0] + moved
+    )
 
 
 def apply(row: Break, checkout: Path) -> None:
@@ -110,15 +101,15 @@ def apply(row: Break, checkout: Path) -> None:
     file, _, place = row.place.partition(" ")
     if not checkout.joinpath(file).is_file():
         file, place = "waker.py", row.place
-    comment = r"\s+//.*" if file == "ui.html" else r"\s+#.*"
-    whole = checkout.joinpath(file).read_text()
-    block = slice(0, len(whole))
+    text = checkout.joinpath(file).read_text()
+    blocks = []
     for depth, name in enumerate(filter(None, place.split("."))):
-        inner = find_block(whole[block], name, "    " * depth)
-        block = slice(block.start + inner.start, block.start + inner.stop)
-    changed = change(whole[block], row.old, row.new, comment)
-    changed = whole[: block.start] + changed + whole[block.stop :]
-    checkout.joinpath(file).write_text(changed)
+        blocks.append(find_block(text, name, "    " * depth))
+        text = blocks[-1][0]
+    text = change(text, row.old, row.new, "//" if file == "ui.html" else "#")
+    for block in reversed(blocks):
+        text = replace(block, text)
+    checkout.joinpath(file).write_text(text)
 
 
 def run(row: Break) -> str:
