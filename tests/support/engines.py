@@ -9,14 +9,12 @@ import json
 import os
 import re
 import subprocess
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 import pytest
-from conftest import CHECKOUT, is_open, need, wait_for
+from conftest import CHECKOUT, Client, is_open, need, wait_for
 from ssh_servers import free_port
 from websockets.sync.client import ClientConnection, connect
 
@@ -42,13 +40,13 @@ def strokes(text: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def process(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+def running(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
     """Run a program until the block ends."""
-    with subprocess.Popen(command, text=True, **options) as running:
+    with subprocess.Popen(command, text=True, **options) as program:
         try:
-            yield running
+            yield program
         finally:
-            running.terminate()
+            program.terminate()
 
 
 @contextlib.contextmanager
@@ -60,11 +58,11 @@ def screen(folder: Path) -> Iterator[dict[str, str]]:
     xvfb = [need("Xvfb"), "-displayfd", "1", "-nolisten", "tcp"]
     xvfb += ["-screen", "0", "400x700x24"]
     home = {"HOME": str(folder), "XDG_RUNTIME_DIR": str(folder)}
-    with process(xvfb, stdout=subprocess.PIPE, **QUIET) as server:
+    with running(xvfb, stdout=subprocess.PIPE, **QUIET) as server:
         assert server.stdout
         display = {"DISPLAY": f":{server.stdout.readline().strip()}"}
         env = os.environ | home | display | {"LIBGL_ALWAYS_SOFTWARE": "1"}
-        with process([need("openbox")], env=env, **QUIET):
+        with running([need("openbox")], env=env, **QUIET):
             yield env
 
 
@@ -72,19 +70,18 @@ class WebKit:
     """WebKitGTK, through WebKitWebDriver."""
 
     def __init__(self, port: int, log: Path) -> None:
-        self._server = f"http://127.0.0.1:{port}/session"
+        self._client = Client(port)
+        self._session = "/session"
         self._log = log
         options = {"binary": str(WINDOWS / "webkit_window.py"), "args": []}
         wanted = {"alwaysMatch": {"webkitgtk:browserOptions": options}}
         answer = self._call("", {"capabilities": wanted})
-        self._server += f"/{answer['sessionId']}"
+        self._session += f"/{answer['sessionId']}"
 
     def _call(self, path: str, body: object) -> Any:
-        data = json.dumps(body).encode()
-        kind = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self._server + path, data, kind)
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return json.load(response)["value"]
+        answer = self._client.call("POST", self._session + path, body)
+        assert answer.status == 200, answer.body
+        return answer.json["value"]
 
     def open(self, url: str) -> None:
         self._call("/url", {"url": url})
@@ -104,7 +101,7 @@ class WebKit:
 def drive(env: dict[str, str], log: Path) -> Iterator[WebKit]:
     port = free_port()
     command = ["stdbuf", "-oL", need("WebKitWebDriver"), f"--port={port}"]
-    with process(command, env=env, **QUIET):
+    with running(command, env=env, **QUIET):
         wait_for(lambda: is_open("127.0.0.1", port))
         yield WebKit(port, log)
 
@@ -150,7 +147,7 @@ class Remote:
 @contextlib.contextmanager
 def listening(command: list[str], **options: Any) -> Iterator[str]:
     """Run a browser; yields the address of its WebSocket."""
-    with process(command, stderr=subprocess.PIPE, **options) as browser:
+    with running(command, stderr=subprocess.PIPE, **options) as browser:
         assert browser.stderr
         found = (re.search(r"ws://\S+", line) for line in browser.stderr)
         yield next(each[0] for each in found if each)
@@ -237,16 +234,15 @@ def qt(version: str, folder: Path, script: str = "") -> Iterator[Engine]:
     python = CHECKOUT / f".venv-qt{version}/bin/python"
     if not python.exists():
         pytest.skip(f"make test-browsers: QtWebEngine {version} is missing")
+    port = free_port()
     env = os.environ | {
         "HOME": str(folder),
         "QTWEBENGINE_DISABLE_SANDBOX": "1",
-        "QTWEBENGINE_REMOTE_DEBUGGING": f"127.0.0.1:{free_port()}",
+        "QTWEBENGINE_REMOTE_DEBUGGING": f"127.0.0.1:{port}",
         "QT_QPA_PLATFORM": "offscreen",
     }
-    with listening([str(python), str(WINDOWS / "qt_window.py")], env=env) as address:
-        pages = f"http://{urlsplit(address).netloc}/json/list"
-        with urllib.request.urlopen(pages, timeout=60) as response:
-            (page,) = json.load(response)
+    with listening([str(python), str(WINDOWS / "qt_window.py")], env=env):
+        (page,) = Client(port).call("GET", "/json/list").json
         with connect(page["webSocketDebuggerUrl"], max_size=None) as connection:
             engine = Qt(connection)
             for domain in ("Page", "Runtime", "Log"):

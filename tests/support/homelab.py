@@ -46,7 +46,7 @@ def public_line(key: paramiko.PKey) -> str:
 
 def bind(address: str, port: int) -> socket.socket:
     """Reserve a TCP port, or any free one if 0; it refuses connections for now."""
-    taken = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    taken = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     taken.bind((address, port))
     return taken
@@ -55,8 +55,8 @@ def bind(address: str, port: int) -> socket.socket:
 @contextlib.contextmanager
 def blackhole(address: str, port: int) -> Iterator[None]:
     """Let a port swallow connections, by a listener whose queue stays full."""
-    with bind(address, port) as listener, socket.socket() as filler:
-        listener.listen(0)
+    listener = socket.create_server((address, port), backlog=0)
+    with listener, socket.socket() as filler:
         filler.setblocking(False)  # somebody else may have filled it before
         filler.connect_ex((address, port))
         yield
@@ -67,8 +67,7 @@ def tcp_server(
     serve: Callable[[socket.socket], object], address: str = "127.0.0.1", port: int = 0
 ) -> Iterator[int]:
     """Listen, and pass each connection to `serve`, in turn; yields the port."""
-    listener = bind(address, port)
-    listener.listen()
+    listener = socket.create_server((address, port))
 
     def accept() -> None:
         with contextlib.suppress(OSError):  # closed, or the client has gone

@@ -7,6 +7,7 @@ import contextlib
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from conftest import (
     shortened,
     wait_for,
 )
-from homelab import Ports, bind, blackhole
+from homelab import Ports, blackhole
 from ssh_servers import ALONE, AS_USER_1, Settings, process
 
 SILENT, CLOSED, OPEN = "does not answer", "refuses connections", "is open"
@@ -77,8 +78,8 @@ class Machine(Ports):
             if state == SILENT:
                 self._shown.enter_context(blackhole("127.0.0.1", port))
             if state == OPEN:
-                listener = self._shown.enter_context(bind("127.0.0.1", port))
-                listener.listen(99)
+                listener = socket.create_server(("127.0.0.1", port), backlog=99)
+                self._shown.enter_context(listener)
         return self
 
     def make_keys(self) -> None:

@@ -25,7 +25,7 @@ from conftest import (
     run_waker,
     wait_for,
 )
-from homelab import new_key, public_line, tcp_server
+from homelab import bind, new_key, public_line, tcp_server
 
 Settings = dict[str, str]
 # Whoever tests without root is root in a namespace, but may not set a user's groups
@@ -37,14 +37,8 @@ RESERVED: list[socket.socket] = []  # kept bound, so that no other program gets 
 
 def free_port() -> int:
     """Reserve a port, which refuses connections at every address."""
-    is_dual = socket.has_dualstack_ipv6()
-    port = socket.socket(socket.AF_INET6 if is_dual else socket.AF_INET)
-    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # others may listen
-    if is_dual:
-        port.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    port.bind(("", 0))
-    RESERVED.append(port)
-    return int(port.getsockname()[1])
+    RESERVED.append(bind("::" if socket.has_dualstack_ipv6() else "", 0))
+    return int(RESERVED[-1].getsockname()[1])
 
 
 def settings_at(
@@ -97,8 +91,7 @@ def process(port: int, script: str, *options: str) -> Iterator[subprocess.Popen[
 
 def unlock(settings: Settings, given: str = PASSPHRASE, seconds: int = 60) -> str:
     """Run `waker unlock`; returns the outcome, the message and the hint."""
-    command = "unlock", f"--seconds={seconds}"
-    ended = run_waker(*command, settings=settings, given=given)
+    ended = run_waker("unlock", f"--seconds={seconds}", settings=settings, given=given)
     assert ended.stderr == ""
     *sent, result = map(json.loads, ended.stdout.splitlines())
     assert result.keys() == {"outcome", "sent", "message", "hint"}
