@@ -114,19 +114,22 @@ def is_open(address: str, port: int) -> bool:
         return tcp.connect_ex((address, port)) == 0
 
 
-def wait_for_child(pid: int) -> int:
-    """Wait until a process has a child that unlocks; returns its pid."""
+def wait_for_process(argument: str, parent: int | str = "[0-9]*") -> int:
+    """Wait for the only process with that argument; returns its pid."""
 
-    def find() -> int:
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+    def find() -> list[str]:
+        found = []
+        for children in Path("/proc").glob(f"{parent}/task/*/children"):
             with contextlib.suppress(OSError):  # the thread or child has ended
-                for child in children.read_text().split():
-                    # Until it has that argument, it is a copy of its parent.
-                    if b"\0unlock\0" in Path(f"/proc/{child}/cmdline").read_bytes():
-                        return int(child)
-        return 0
+                for pid in children.read_text().split():
+                    # Until it has its own arguments, it is a copy of its parent.
+                    arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                    if argument.encode() in arguments:
+                        found.append(pid)
+        return found
 
-    return wait_for(find)
+    (pid,) = wait_for(find)
+    return int(pid)
 
 
 def copy_checkout(folder: Path) -> None:
@@ -263,6 +266,11 @@ class Daemon:
         proc = Path(f"/proc/{self.process.pid}")
         return len([*proc.glob("task/*")]), len([*proc.glob("fd/*")])
 
+    def memory(self) -> int:
+        """Return the size of its resident set, in bytes."""
+        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
     def busy(self, seconds: float) -> float:
         """Return the share of the time in which it uses a processor."""
         used = []
@@ -334,15 +342,10 @@ def run_waker(
 
 def run_python(code: str, folder: Path = CHECKOUT, given: str = "") -> str:
     """Run code that imports waker, of a folder, to its end; returns what it printed."""
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        input=given,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=30,
-    ).stdout
+    command = [sys.executable, "-c", code]
+    return subprocess.check_output(
+        command, cwd=folder, input=given, text=True, timeout=30
+    )
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from conftest import (
     run_waker,
     shortened,
     wait_for,
-    wait_for_child,
+    wait_for_process,
 )
 from machine import SOON, Machine
 
@@ -74,7 +74,7 @@ def test_an_unlock_shows_no_secret_and_leaves_nothing(machine: Machine) -> None:
         client.attempt("a-wrong-pin")
         answers = [client.call("POST", f"/api/unlock?{secret}", secret.encode())]
         unlocking = pool.submit(client.unlock, secret)
-        child = wait_for_child(parent)
+        child = wait_for_process("unlock", parent)
         wait_for(machine.received, lambda seen: seen == [secret.encode()])
         for pid in (parent, child):
             proc = Path(f"/proc/{pid}")
@@ -107,7 +107,7 @@ def test_a_process_that_dies_after_it_sent_is_reported(machine: Machine) -> None
         ThreadPoolExecutor() as pool,
     ):
         unlocking = pool.submit(started.client.unlock)
-        child = wait_for_child(started.process.pid)
+        child = wait_for_process("unlock", started.process.pid)
         wait_for(machine.received)
         os.kill(child, signal.SIGKILL)
         answer = unlocking.result()

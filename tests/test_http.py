@@ -1,7 +1,6 @@
 """HTTP: one answer for each request, crowds of clients, and difficult systems."""
 
 import http.client
-import os
 import re
 import resource
 import select
@@ -256,15 +255,10 @@ def test_an_answer_is_kept_for_a_slow_reader(service: Daemon) -> None:
 
 def test_slow_clients_keep_nobody_out(service: Daemon) -> None:
     """Nor fill the memory, though they have sent almost a whole head."""
-
-    def memory() -> int:
-        pages = Path(f"/proc/{service.process.pid}/statm").read_text().split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
     client = service.client
     client.attempt(PIN)
     wait_for(lambda: service.uses()[0] == 2)
-    used = memory()
+    used = service.memory()
     with ExitStack() as crowd:
         for source in ["127.0.0.1"] * 75 + places(1, 75):
             data = GET + b"X: " + b"y" * 16000
@@ -272,7 +266,7 @@ def test_slow_clients_keep_nobody_out(service: Daemon) -> None:
         check_owner_is_let_in(client)
         # A thread may outlive its place for a moment.
         wait_for(lambda: service.uses()[0] <= 2 + 64, seconds=5)
-        assert memory() < used + (8 << 20)
+        assert service.memory() < used + (8 << 20)
 
 
 def test_the_client_with_the_most_makes_room(come: Come, server: Client) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CHECKOUT, ODD_PASSPHRASE, need, wait_for
+from conftest import CHECKOUT, ODD_PASSPHRASE, need, wait_for, wait_for_process
 from homelab import new_key
 from ssh_servers import (
     ALONE,
@@ -26,6 +26,7 @@ from ssh_servers import (
     free_port,
     process,
     settings_at,
+    ssh_to,
     unlock,
 )
 
@@ -192,21 +193,6 @@ def test_a_disk_opened_at_the_console_is_not_unlocked(tmp_path: Path) -> None:
         assert (tmp_path / "tried").read_text() == "root x\n"
 
 
-def process_with(argument: str) -> Path:
-    """Wait for a process with that argument; returns its folder in /proc."""
-
-    def find() -> list[Path]:
-        found = []
-        for file in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):  # the process has gone
-                if argument.encode() in file.read_bytes().split(b"\0"):
-                    found.append(file.parent)
-        return found
-
-    (process,) = wait_for(find)
-    return process
-
-
 OURS = f"disk{os.getpid()}"  # no other test has a disk of this name
 
 
@@ -214,26 +200,17 @@ def test_a_prompt_that_lingers_is_no_second_one(tmp_path: Path) -> None:
     """On a busy server, systemd may take a while to read the answer."""
     with systemd(tmp_path, {OURS: "x"}) as settings:
         with about_to_send(settings, "x") as child:
-            process = int(process_with(f"--id=cryptsetup:/dev/{OURS}").name)
-            os.kill(process, signal.SIGSTOP)
-            threading.Timer(1, os.kill, (process, signal.SIGCONT)).start()
+            asker = wait_for_process(f"--id=cryptsetup:/dev/{OURS}")
+            os.kill(asker, signal.SIGSTOP)
+            threading.Timer(1, os.kill, (asker, signal.SIGCONT)).start()
             result = child.finish()
         assert result["outcome"] == "unlocked"
-
-
-def ssh(folder: Path, settings: Settings) -> list[str]:
-    """Return a command that runs OpenSSH's client."""
-    port = settings["WAKER_INITRD_SSH_PORT"]
-    known = folder / "known_hosts"
-    known.write_text(f"[127.0.0.1]:{port} {settings['WAKER_SSH_HOST_KEY']}\n")
-    options = ["-F", "none", "-p", port, "-i", settings["WAKER_SSH_KEY"]]
-    return [need("ssh"), *options, f"-oUserKnownHostsFile={known}", "root@127.0.0.1"]
 
 
 def test_a_person_at_a_terminal_types_unseen(tmp_path: Path) -> None:
     """Whoever hangs up instead has not answered, and used up no try."""
     with systemd(tmp_path, {OURS: "x"}, options=",tries=0") as settings:
-        command = ssh(tmp_path, settings)
+        command = ssh_to(tmp_path, settings)
         ended = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, check=False
         )
@@ -250,8 +227,8 @@ def test_a_person_at_a_terminal_types_unseen(tmp_path: Path) -> None:
                 stderr=subprocess.DEVNULL,
             ) as person:
                 try:
-                    asks = process_with(f"Please unlock disk {OURS}:")
-                    with (asks / "fd/0").open() as file:
+                    asker = wait_for_process(f"Please unlock disk {OURS}:")
+                    with Path(f"/proc/{asker}/fd/0").open() as file:
                         wait_for(lambda: not termios.tcgetattr(file)[3] & termios.ECHO)
                     shown = person.communicate(f"{typed}\n".encode())[0].decode()
                 finally:

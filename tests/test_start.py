@@ -20,7 +20,7 @@ from conftest import (
     is_open,
     shortened,
     wait_for,
-    wait_for_child,
+    wait_for_process,
 )
 from homelab import PACKET
 from machine import (
@@ -219,7 +219,7 @@ def test_a_cancel_sends_nothing_or_keeps_what_was_reported(
     with daemon(settings, "env", "--ignore-signal=TERM") as started:
         client = started.client.log_in()
         client.start()
-        child = wait_for_child(started.process.pid)
+        child = wait_for_process("unlock", started.process.pid)
         wait_for(machine.received if is_sent else machine.commands)
         began = time.monotonic()
         if way == "DELETE":

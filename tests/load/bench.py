@@ -20,14 +20,13 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
-from conftest import CHECKOUT, MACHINE, PASSPHRASE, PIN, daemon, environment, need
+from conftest import CHECKOUT, PASSPHRASE, daemon, environment, need
 from machine import Machine
+from ssh_servers import ssh_to
 
 Figures = Sequence[float]
 Command = tuple[str, ...]
 
-LOCAL = "127.0.0.1"
-SETTINGS = MACHINE | {"WAKER_PIN": PIN}
 EMPTY_SERVER = """
 import signal, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -67,15 +66,9 @@ def figure(number: float) -> str:
     return f"{number:,.{0 if number >= 100 or number % 1 == 0 else 1}f}"
 
 
-def rss(pid: int) -> float:
-    """Read the resident set of a process, in MB."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGESIZE") / 1e6
-
-
 def ask_for_pages(port: int) -> float:
     """Have ApacheBench ask for 1,000; returns how many came in a second."""
-    command = [need("ab"), "-q", "-l", "-n", "1000", "-c", "8", f"{LOCAL}:{port}/"]
+    command = [need("ab"), "-q", "-l", "-n", "1000", "-c", "8", f"127.0.0.1:{port}/"]
     told = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
     assert "Non-2xx responses" not in told, told
     return float(re.findall(r"Requests per second: +([\d.]+)", told)[0])
@@ -83,16 +76,16 @@ def ask_for_pages(port: int) -> float:
 
 def serve(machine: Machine, server: Command) -> Figures:
     """Return ms to the first page, MB, pages a second, and MB in the end."""
-    settings = machine.ask().settings(PIN=PIN)
+    settings = machine.ask().settings()
     began = time.perf_counter()
     with daemon(settings, program=server) as started:
-        pid, client = started.process.pid, started.client
+        client = started.client
         assert client.call("GET", "/").status == 200
-        figures = [(time.perf_counter() - began) * 1000, rss(pid)]
+        figures = [(time.perf_counter() - began) * 1000, started.memory() / 1e6]
         figures.append(ask_for_pages(client.port))
         if server == WAKER:
             assert client.log_in().unlock().status == 200
-        return [*figures, rss(pid)]
+        return [*figures, started.memory() / 1e6]
 
 
 def unlock(machine: Machine, command: Command) -> Figures:
@@ -103,16 +96,6 @@ def unlock(machine: Machine, command: Command) -> Figures:
     taken = (time.perf_counter() - began) * 1000
     assert machine.received() == [given]
     return [taken]
-
-
-def ssh_to(machine: Machine) -> Command:
-    """Return the command that does what `waker unlock` does."""
-    known, port = machine.folder / "known_hosts", machine.initrd_port
-    known.write_text(f"[{LOCAL}]:{port} {machine.host_key}\n")
-    options = f"-F none -o UserKnownHostsFile={known} -o GlobalKnownHostsFile=none"
-    options += " -o StrictHostKeyChecking=yes -o BatchMode=yes -o IdentitiesOnly=yes"
-    options += f" -i {machine.ssh_key} -p {port} root@{LOCAL} cryptroot-unlock"
-    return need("ssh"), *options.split()
 
 
 def medians(rounds: Sequence[Figures]) -> Figures:
@@ -140,7 +123,8 @@ def main(times: int) -> int:
         rounds = [(serve(machine, EMPTY), serve(machine, WAKER)) for _ in range(times)]
         figures, ratios = compare(["http.server", "waker"], rounds)
         show_head("unlock", "ms")
-        ssh, own = ssh_to(machine), (*WAKER, "unlock")
+        ssh = *ssh_to(machine.folder, machine.settings()), "cryptroot-unlock"
+        own = *WAKER, "unlock"
         rounds = [(unlock(machine, ssh), unlock(machine, own)) for _ in range(times)]
         _, (slower,) = compare(["ssh", "waker"], rounds)
     kept = figures[3] - figures[1]

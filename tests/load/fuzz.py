@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,11 @@ def test_it_does_what_its_description_says(
     machine: Machine, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     (tmp_path / "schemathesis.toml").write_text(CONFIG)
-    machine.show(CLOSED, CLOSED).make_keys()  # so an unlock fails at once
-    with daemon(machine.settings(**SETTINGS)) as started:
+    machine.show(CLOSED, CLOSED)  # so an unlock fails at once
+    with ThreadPoolExecutor() as pool, daemon(machine.settings(**SETTINGS)) as started:
         client = started.client.log_in(SETTINGS["PIN"])
-        arguments = [started.process.stderr]  # a pipe, which must not become full
-        reader = threading.Thread(target=started.log.extend, args=arguments)
-        reader.start()
+        assert started.process.stderr
+        log = pool.submit(list, started.process.stderr)  # or the pipe becomes full
         command = [sys.executable, "-m", "schemathesis.cli", "run", "--checks", "all"]
         command += [str(CHECKOUT / "docs/openapi.yaml")]
         command += ["--url", f"http://127.0.0.1:{client.port}"]
@@ -70,6 +69,5 @@ def test_it_does_what_its_description_says(
         subprocess.run(command, cwd=tmp_path, env=env, check=True)
         client.status()  # the token is alive, so what is behind it was tested
         started.process.terminate()
-        reader.join()
         assert started.process.wait() == 0
-    assert not [x for x in started.log if re.search("bug:|Traceback|[^ -~\n]", x)]
+    assert not [x for x in log.result() if re.search("bug:|Traceback|[^ -~\n]", x)]

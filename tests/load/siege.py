@@ -19,8 +19,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from bench import LOCAL, SETTINGS, Figures, figure, rss, show_head, show_row
-from conftest import GET, POST, daemon
+from bench import Figures, figure, show_head, show_row
+from conftest import GET, MACHINE, POST, daemon
 
 Where = tuple[str, int]
 
@@ -38,9 +38,7 @@ class Attack(NamedTuple):
     number: int
     seconds: float  # that the owner waits longer at most, as promised
     first: bytes = b""  # what a connection sends
-    drip: bytes = (
-        b""  # what it sends every second after it; if nothing, it reads a byte
-    )
+    drip: bytes = b""  # what it sends every second then; if nothing, it reads a byte
     bursts: bool = False  # all connections are opened again at once, every two seconds
 
     def __str__(self) -> str:
@@ -105,16 +103,17 @@ def ask(where: Where) -> float:
 
 def besiege(attack: Attack) -> Figures:
     """Be the owner of a daemon that is attacked; returns the figures."""
-    with daemon(SETTINGS, *LIMIT) as started, ThreadPoolExecutor(200) as owner:
-        pid, where = started.process.pid, (LOCAL, started.client.port)
-        answers, before, memory, threads = [], rss(pid), 0.0, 0
+    with daemon(MACHINE, *LIMIT) as started, ThreadPoolExecutor(200) as owner:
+        where = "127.0.0.1", started.client.port
+        before = memory = started.memory()
+        answers, threads = [], 0
         attacker = FORK.Process(target=lambda: asyncio.run(assault(attack, where)))
         attacker.start()
         try:
             time.sleep(2)  # all of them come within the first second
             for _ in range(100):
                 answers.append(owner.submit(ask, where))
-                memory = max(memory, rss(pid) - before)
+                memory = max(memory, started.memory())
                 threads = max(threads, started.uses()[0])
                 time.sleep(0.1)
             times = sorted(answer.result() for answer in answers)
@@ -122,7 +121,8 @@ def besiege(attack: Attack) -> Figures:
             attacker.kill()
     lost = times.count(math.inf)
     answered = times[: len(times) - lost] or [math.inf]
-    return [statistics.median(answered), answered[-1], lost, memory, threads]
+    more = (memory - before) / 1e6
+    return [statistics.median(answered), answered[-1], lost, more, threads]
 
 
 def main(times: int, names: list[str]) -> int:

@@ -103,6 +103,16 @@ def unlock(settings: Settings, given: str = PASSPHRASE, seconds: int = 60) -> st
     return " ".join(filter(None, words))
 
 
+def ssh_to(folder: Path, settings: Settings) -> list[str]:
+    """Return OpenSSH's command to log in, which trusts only the pinned host key."""
+    port, known = settings["WAKER_INITRD_SSH_PORT"], folder / "known_hosts"
+    known.write_text(f"[127.0.0.1]:{port} {settings['WAKER_SSH_HOST_KEY']}\n")
+    options = f"-F none -o UserKnownHostsFile={known} -o GlobalKnownHostsFile=none"
+    options += f" -o BatchMode=yes -o IdentitiesOnly=yes -p {port}"
+    options += f" -i {settings['WAKER_SSH_KEY']} root@127.0.0.1"
+    return [need("ssh"), *options.split()]
+
+
 @dataclass
 class Unlocking:
     """`waker unlock` as a process, whose standard output is a full pipe.
