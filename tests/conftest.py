@@ -237,12 +237,10 @@ UNLOCK = sys.executable, PROGRAM, "unlock"
 
 @contextlib.contextmanager
 def serving(
-    config: waker.Config,
-    settings: Mapping[str, str] | None = None,
-    command: Sequence[str] = UNLOCK,
+    config: waker.Config, settings: Mapping[str, str] | None = None
 ) -> Iterator[Client]:
     """Run the daemon in this process. To unlock, it needs the machine's settings."""
-    app = waker.App(config, (command, environment(settings or {})))
+    app = waker.App(config, (UNLOCK, environment(settings or {})))
     tcp = waker.listen(("127.0.0.1", 0))
     server = waker.Server(app, tcp)
     threading.Thread(target=server.serve_forever, args=(None,)).start()

@@ -287,7 +287,8 @@ def test_nothing_is_sent_once_the_daemon_has_died(machine: Machine) -> None:
 
 def test_a_start_that_cannot_unlock_wakes_nothing(machine: Machine) -> None:
     """But an unlock of a system that is up is a success, even if waker cannot."""
-    with machine.serving(machine.settings(SSH_HOST_KEY="")) as client:
+    with machine.waker(machine.settings(SSH_HOST_KEY="")) as started:
+        client = started.client
         for request, ask in (("start", client.start), ("unlock", client.unlock)):
             answer = ask()
             assert answer.status == 500

@@ -154,7 +154,8 @@ ROWS = {
 }
 LIMITS = {  # seconds, by the name of a row that waits for them
     "slow": {"NEXT_PROMPT_SECONDS": 1, "END_SECONDS": 1},
-    "silent": {"PROMPT_SECONDS": 3},
+    # Of the ten of the unlock, five are left to report.
+    "silent": {"PROMPT_SECONDS": 3, "UNLOCK_SECONDS": 10},
 }
 
 
@@ -176,10 +177,9 @@ def test_only_the_initrds_own_words_decide(
 ) -> None:
     """The passphrase is sent only if it asks, once to each disk, and is never shown."""
     settings = machine.ask(row.script, row.given).settings(**row.settings)
-    program = shortened(machine.folder, **LIMITS.get(row.name, {}))
-    seconds = 10 if row.name == "silent" else 40  # of which 5 are left to report
-    command = *program, "unlock", f"--seconds={seconds}"
-    with machine.serving(settings, command) as client:
+    limits = {"UNLOCK_SECONDS": 40} | LIMITS.get(row.name, {})
+    with machine.waker(settings, **limits) as started:
+        client = started.client
         answer = client.unlock(row.given)
         status, begins, phase = ANSWERS.get(outcome, FAILED)
         start = wait_until(client, phase)
@@ -206,7 +206,8 @@ def test_a_failed_start_is_forgotten_once_the_system_is_up(
 ) -> None:
     """But not an alarm: any listener could open the port, and erase it."""
     settings = machine.ask(f"{SAYS} gave up on root").settings(**pinned)
-    with machine.serving(settings) as client:
+    with machine.waker(settings) as started:
+        client = started.client
         client.unlock()
         assert client.status()["start"]["outcome"] == outcome
         for ports, state in (((CLOSED, OPEN), "up"), ((SILENT, SILENT), "off")):

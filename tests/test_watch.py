@@ -61,8 +61,8 @@ def test_the_status_shows_what_the_ports_do(
     machine: Machine, initrd: str, system: str, expected: tuple[object, ...]
 ) -> None:
     machine.show(initrd, system)
-    with machine.serving(machine.settings()) as client:
-        status = client.status()
+    with machine.waker() as started:
+        status = started.client.status()
     assert [*status] == STATUS["required"] == [*STATUS["properties"]]
     assert tuple(status[name] for name in STATE_MEMBERS) == expected
     assert (status["name"], status["start"]) == ("Home server", None)

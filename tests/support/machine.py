@@ -9,21 +9,17 @@ import shlex
 import shutil
 import socket
 import subprocess
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import (
     PASSPHRASE,
-    PIN,
-    UNLOCK,
     Client,
     Daemon,
     daemon,
     need,
-    serving,
     shortened,
     wait_for,
 )
@@ -149,17 +145,6 @@ class Machine(Ports):
         with self.waker(**limits) as started:
             assert started.client.start().status == 200
             yield started.client
-
-    @contextlib.contextmanager
-    def serving(
-        self, settings: Settings, command: Sequence[str] = UNLOCK
-    ) -> Iterator[Client]:
-        """Run the daemon in this process until its threads have ended."""
-        others = {*threading.enumerate()}
-        config = self.config({"WAKER_PIN": PIN} | settings)
-        with serving(config, settings, command) as client:
-            yield client.log_in()
-        wait_for(lambda: others.issuperset(threading.enumerate()))
 
     def close(self) -> None:
         self._shown.close()
