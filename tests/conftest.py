@@ -29,7 +29,7 @@ pytest_plugins = ["machine", "namespaces"]  # which have fixtures
 # The options and variables of the make that runs the tests are not for theirs.
 for variable in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "DESTDIR", "INIT", "PREFIX"):
     os.environ.pop(variable, None)
-PROGRAM = str(Path(waker.__file__))
+PROGRAM = waker.__file__
 CHECKOUT = Path(PROGRAM).parent
 # In CHECKOUT. A script, unlike a module, is compiled at every start.
 MODULE = (sys.executable, "-m", "waker")
@@ -375,7 +375,7 @@ def daemon(
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[Homelab]:
     """A machine that sleeps."""
-    with contextlib.closing(Homelab(tmp_path, PASSPHRASE)) as machine:
+    with contextlib.closing(Homelab(tmp_path, passphrase=PASSPHRASE)) as machine:
         yield machine
 
 

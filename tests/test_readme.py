@@ -77,7 +77,6 @@ def test_the_messages_they_explain_are_in_the_program() -> None:
 def test_the_curl_lines_do_what_they_say(machine: Machine) -> None:
     need("curl")
     need("jq")
-    machine.make_keys()
     script = "\n".join(blocks("docs/api.md", "## A session"))
     with machine.waker() as started:
         box = f"127.0.0.1:{started.client.port}"

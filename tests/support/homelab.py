@@ -132,38 +132,37 @@ class SshServer(paramiko.ServerInterface):
         return 1 - is_right
 
 
+@dataclass
 class Ports:
-    """The ports of a machine, and the daemon's settings for it.
+    """The ports of a machine, and the daemon's settings for it."""
 
-    Its folder has our key.
-    """
+    folder: Path  # has our key
+    address: str = "127.0.0.1"
+    packet_port: int = 0  # for UDP; 0 is any free one
+    host_key: str = ""  # of the initrd
 
-    def __init__(
-        self, folder: Path, address: str = "127.0.0.1", packet_port: int = 0
-    ) -> None:
-        self.folder = folder
-        self.address = address
-        self.ssh_key = folder / "ssh_key"
-        self.host_key = ""  # the initrd's
+    def __post_init__(self) -> None:
+        self.ssh_key = self.folder / "ssh_key"
         self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._udp.bind(("", packet_port))  # an address would exclude broadcasts
+        self._udp.bind(("", self.packet_port))  # an address would exclude broadcasts
         self.packet_port = int(self._udp.getsockname()[1])
         # Each port stays taken from end to end, whoever listens on it in between.
-        self._taken = [bind(address, 0) for _ in range(2)]
+        self._taken = [bind(self.address, 0) for _ in range(2)]
         ports = [int(taken.getsockname()[1]) for taken in self._taken]
         self.initrd_port, self.system_port = ports
 
-    def settings(self, **others: str) -> dict[str, str]:
+    def settings(self, **others: object) -> dict[str, str]:
         values = {
             "HOMELAB_MAC": MAC,
             "HOMELAB_HOST": self.address,
             "HOMELAB_BROADCAST": "127.255.255.255",
-            "INITRD_SSH_PORT": str(self.initrd_port),
-            "SYSTEM_SSH_PORT": str(self.system_port),
-            "SSH_KEY": str(self.ssh_key),
+            "INITRD_SSH_PORT": self.initrd_port,
+            "SYSTEM_SSH_PORT": self.system_port,
+            "SSH_KEY": self.ssh_key,
             "SSH_HOST_KEY": self.host_key,
         }
-        return {f"WAKER_{name}": value for name, value in (values | others).items()}
+        settings = (values | others).items()
+        return {f"WAKER_{name}": str(value) for name, value in settings}
 
     def config(self, settings: dict[str, str]) -> waker.Config:
         """Read the settings; packets go to this machine's port, which needs no root."""
@@ -183,19 +182,15 @@ class Ports:
             taken.close()
 
 
+@dataclass
 class Homelab(Ports):
-    """The machine. Its firmware and its boot take `pace` seconds, each."""
+    """The machine."""
 
-    def __init__(
-        self,
-        folder: Path,
-        passphrase: str,
-        address: str = "127.0.0.1",
-        packet_port: int = 0,
-        pace: float = 0,
-    ) -> None:
-        super().__init__(folder, address, packet_port)
-        self.passphrase, self.pace = passphrase, pace
+    passphrase: str = field(kw_only=True)
+    pace: float = 0  # seconds that its firmware and its boot take, each
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         client_key, self._initrd_key, self._system_key = (new_key() for _ in range(3))
         client_key.write_private_key_file(str(self.ssh_key))
         self._authorized = public_line(client_key)
@@ -259,7 +254,7 @@ def main(wish: str = "127.0.0.1:8080", *, pace: float = 4) -> int:
         sys.exit(f"{wish} cannot be used; {right}")
     pin, passphrase = "24681012", "correct horse battery staple"
     with tempfile.TemporaryDirectory(prefix="waker-demo-") as name:
-        machine = Homelab(Path(name), passphrase, pace=pace)
+        machine = Homelab(Path(name), passphrase=passphrase, pace=pace)
         own = {"WAKER_PIN": pin, "WAKER_HOMELAB_NAME": "demo server"}
         config = machine.config(machine.settings() | own)._replace(listen=listen)
         if address in ("::", "0.0.0.0"):  # a phone needs one of this box's own

@@ -60,11 +60,11 @@ WARNS = "echo cryptroot-unlock: systemd may give up after another wrong passphra
 class Machine(Ports):
     """A machine on loopback, whose ports show what a test wants.
 
-    Its initrd is dropbear. Its keys are made when they are needed first.
+    Its initrd is dropbear.
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._shown = contextlib.ExitStack()
 
     def show(self, initrd: str = SILENT, system: str = SILENT) -> "Machine":
@@ -79,6 +79,9 @@ class Machine(Ports):
         return self
 
     def make_keys(self) -> None:
+        """Make its keys and waker's when they are needed first."""
+        if self.host_key:
+            return
         file = str(self.folder / "host_key")
         host_key = [need("dropbearkey"), "-t", "ed25519", "-f", file]
         made = subprocess.run(host_key, check=True, capture_output=True, text=True)
@@ -93,8 +96,7 @@ class Machine(Ports):
 
     def ask(self, script: str = "disk root", right: str = PASSPHRASE) -> "Machine":
         """Boot to the initrd, whose unlock command is the script. No disk is open."""
-        if not self.host_key:
-            self.make_keys()
+        self.make_keys()
         self.show(CLOSED, CLOSED)
         for left in ("received", "commands", "root.open", "data.open"):
             self.folder.joinpath(left).unlink(missing_ok=True)
@@ -123,9 +125,8 @@ class Machine(Ports):
         """Make the file that a script waits for."""
         self.folder.joinpath(name).touch()
 
-    def settings(self, **others: str) -> Settings:
-        if not self.host_key:
-            self.make_keys()
+    def settings(self, **others: object) -> Settings:
+        self.make_keys()
         return super().settings(**{"HOMELAB_NAME": "Home server"} | others)
 
     @contextlib.contextmanager

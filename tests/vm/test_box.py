@@ -77,7 +77,7 @@ class Box:
 
 
 def new_machine(folder: Path, address: str = "127.0.0.1") -> Homelab:
-    return Homelab(folder, PASSPHRASE, address, packet_port=9)
+    return Homelab(folder, address, packet_port=9, passphrase=PASSPHRASE)
 
 
 def check_all_steps(owner: Owner) -> str:
