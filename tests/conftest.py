@@ -310,14 +310,6 @@ def shortened(folder: Path, **limits: float) -> tuple[str, ...]:
     return sys.executable, str(made)
 
 
-def preload(folder: Path, code: str) -> dict[str, str]:
-    """Compile functions in C; returns a variable that lets a program use them."""
-    library = folder / "preloaded.so"
-    command = [need("gcc"), "-shared", "-fPIC", "-o", str(library), "-xc", "-"]
-    subprocess.run(command, input=code, text=True, check=True)
-    return {"LD_PRELOAD": str(library)}
-
-
 def run_waker(
     *arguments: str,
     settings: Mapping[str, str] | None = None,

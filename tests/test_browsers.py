@@ -6,15 +6,16 @@
 import contextlib
 import re
 import subprocess
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import CHECKOUT, PASSPHRASE, PIN, Client, need, serving, wait_for
+from conftest import CHECKOUT, PASSPHRASE, PIN, Answer, Client, need, serving, wait_for
 from engines import ENTER, TAB, Engine, firefox, qt, webkit
 from lightningcss import process_stylesheet
 from stage import STRANGERS
-from stranger import proxy
 
 import waker
 
@@ -86,6 +87,52 @@ def test_the_keyboard_cancels_a_start_and_brings_the_server_up(
         assert engine.run(f"{field}.borderTopWidth") == "1px"
         assert engine.run("document.documentElement.scrollWidth <= innerWidth")
         assert [text for text in engine.console() if not EXPECTED.match(text)] == []
+
+
+class Proxy(ThreadingHTTPServer):
+    """It passes requests on, but answers those to the API itself if told to."""
+
+    answer: tuple[int, str] | None = None  # status and body
+
+    def __init__(self, client: Client) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.waker = client
+        self.client = Client(self.server_port)
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Proxy
+
+    def do_POST(self) -> None:
+        method, path, fields = self.command, self.path, dict(self.headers)
+        body = self.rfile.read(int(fields.get("Content-Length", 0)))
+        if self.server.answer and path.startswith("/api/"):
+            status, text = self.server.answer
+            away = {"Location": "/elsewhere"} if status == 302 else {}
+            answer = Answer(status, away, text.encode())
+        else:
+            answer = self.server.waker.call(method, path, body or None, fields)
+        self.send_response(answer.status)
+        for name, value in answer.headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(answer.body)
+
+    def do_GET(self) -> None:
+        self.do_POST()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def proxy(client: Client) -> Iterator[Proxy]:
+    with Proxy(client) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
 
 
 @everywhere

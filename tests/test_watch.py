@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,7 @@ from conftest import (
     MACHINE,
     daemon,
     each,
-    preload,
+    need,
     run_waker,
     shortened,
     wait_for,
@@ -99,8 +100,11 @@ def test_only_a_real_connection_means_an_open_port(tmp_path: Path) -> None:
 
     This happens to about 1 in 10,000 connections. Source: tcp_v4_err, tcp_ipv4.c
     """
-    ((name, path),) = preload(tmp_path, "int connect(void) { return 0; }").items()
-    seen = state("127.0.0.1", free_port(), free_port(), "env", f"{name}={path}")
+    library = tmp_path / "connect.so"
+    command = [need("gcc"), "-shared", "-fPIC", "-o", str(library), "-xc", "-"]
+    subprocess.run(command, input=b"int connect(void) { return 0; }", check=True)
+    by = "env", f"LD_PRELOAD={library}"
+    seen = state("127.0.0.1", free_port(), free_port(), *by)
     assert seen[0] == "unknown"
 
 
