@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from homelab import MAC, Homelab
+from homelab import MAC, Homelab, Settings
 
 import waker
 
@@ -226,19 +226,17 @@ GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /api/auth HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
-def environment(settings: Mapping[str, str]) -> dict[str, str]:
+def environment(settings: Settings) -> dict[str, str]:
     """Make an environment with these settings and no others."""
     others = {n: v for n, v in os.environ.items() if not n.startswith("WAKER_")}
-    return others | dict(settings)
+    return others | settings
 
 
 UNLOCK = sys.executable, PROGRAM, "unlock"
 
 
 @contextlib.contextmanager
-def serving(
-    config: waker.Config, settings: Mapping[str, str] | None = None
-) -> Iterator[Client]:
+def serving(config: waker.Config, settings: Settings | None = None) -> Iterator[Client]:
     """Run the daemon in this process. To unlock, it needs the machine's settings."""
     app = waker.App(config, (UNLOCK, environment(settings or {})))
     tcp = waker.listen(("127.0.0.1", 0))
@@ -312,7 +310,7 @@ def shortened(folder: Path, **limits: float) -> tuple[str, ...]:
 
 def run_waker(
     *arguments: str,
-    settings: Mapping[str, str] | None = None,
+    settings: Settings | None = None,
     given: str = "",
     by: Sequence[str] = (),
     program: Sequence[str] = MODULE,
@@ -340,7 +338,7 @@ def run_python(code: str, folder: Path = CHECKOUT, given: str = "") -> str:
 
 @contextlib.contextmanager
 def daemon(
-    settings: dict[str, str], *command: str, program: tuple[str, ...] = MODULE
+    settings: Settings, *command: str, program: tuple[str, ...] = MODULE
 ) -> Iterator[Daemon]:
     """Run the daemon, and assert that it ends with status 0."""
     process = subprocess.Popen(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from conftest import MACHINE, PIN, need, run_waker
-from homelab import public_line
+from homelab import Settings, public_line
 from machine import Machine
 from namespaces import IFF_TUN, Home, Namespace, ip, udp_packets
-from ssh_servers import HOST_KEY, Settings, says
+from ssh_servers import HOST_KEY, says
 
 OWN = {"PIN": PIN, "LISTEN": "127.0.0.1:0"}
 BASE = MACHINE | {f"WAKER_{name}": value for name, value in OWN.items()}

@@ -17,11 +17,10 @@ from typing import Any
 
 import pytest
 from conftest import CHECKOUT, ODD_PASSPHRASE, need, wait_for, wait_for_process
-from homelab import new_key
+from homelab import Settings, new_key
 from ssh_servers import (
     ALONE,
     AS_USER_1,
-    Settings,
     about_to_send,
     free_port,
     process,

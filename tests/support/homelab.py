@@ -31,6 +31,7 @@ DROPBEAR = "SSH-2.0-dropbear_2022.83"
 OPENSSH = "SSH-2.0-OpenSSH_9.2p1 Debian-2+deb12u7"
 REJECTION = b"cryptsetup failed, bad password or options?"
 MAC = "52:54:00:12:34:56"
+Settings = dict[str, str]
 PACKET = b"\xff" * 6 + bytes.fromhex(MAC.replace(":", "")) * 16
 
 
@@ -151,7 +152,7 @@ class Ports:
         ports = [int(taken.getsockname()[1]) for taken in self._taken]
         self.initrd_port, self.system_port = ports
 
-    def settings(self, **others: object) -> dict[str, str]:
+    def settings(self, **others: object) -> Settings:
         values = {
             "HOMELAB_MAC": MAC,
             "HOMELAB_HOST": self.address,
@@ -164,7 +165,7 @@ class Ports:
         settings = (values | others).items()
         return {f"WAKER_{name}": str(value) for name, value in settings}
 
-    def config(self, settings: dict[str, str]) -> waker.Config:
+    def config(self, settings: Settings) -> waker.Config:
         """Read the settings; packets go to this machine's port, which needs no root."""
         config = waker.read_config(settings, self.folder)
         return config._replace(packet_port=self.packet_port)

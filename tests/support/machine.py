@@ -23,8 +23,8 @@ from conftest import (
     shortened,
     wait_for,
 )
-from homelab import Ports, blackhole
-from ssh_servers import ALONE, AS_USER_1, Settings, process
+from homelab import Ports, Settings, blackhole
+from ssh_servers import ALONE, AS_USER_1, process
 
 SILENT, CLOSED, OPEN = "does not answer", "refuses connections", "is open"
 

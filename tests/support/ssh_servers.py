@@ -25,9 +25,8 @@ from conftest import (
     run_waker,
     wait_for,
 )
-from homelab import bind, new_key, public_line, tcp_server
+from homelab import Settings, bind, new_key, public_line, tcp_server
 
-Settings = dict[str, str]
 # Whoever tests without root is root in a namespace, but may not set a user's groups
 # there. So SSH servers are user 1 in a namespace within, and everybody's files are his.
 AS_USER_1 = "unshare --user --map-user=1 --map-group=1"
