@@ -4,12 +4,12 @@ import base64
 import gzip
 import itertools
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import CHECKOUT, MACHINE, PIN, Client, each, serving
-from homelab import bind
 from ssh_servers import free_port
 
 import waker
@@ -146,8 +146,7 @@ def test_everything_else_needs_a_token(owner: Client, method: str, path: str) ->
 
 def test_the_status_comes_with_the_token_but_no_refused_attempt_looks_for_it() -> None:
     """Or strangers could have the machine's SSH penalise this box."""
-    with bind("127.0.0.1", 0) as port:
-        port.listen(9)
+    with socket.create_server(("127.0.0.1", 0)) as port:
         port.setblocking(False)
         system_port = int(port.getsockname()[1])
         config = CONFIG._replace(initrd_port=free_port(), system_port=system_port)

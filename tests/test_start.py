@@ -261,7 +261,7 @@ def test_a_slow_key_file_delays_no_status_and_no_sigterm(machine: Machine) -> No
             assert status.result()["state"] == "off"
             started.process.terminate()
             wait_for(log.readline, lambda line: line == "stopping\n")
-            wait_for(lambda: not is_open("127.0.0.1", client.port))
+            wait_for(lambda: not is_open(client.port))
             pipe.write("PRIVATE KEY")
         assert starting.result().status == 503
         assert started.process.wait(60) == 0

@@ -31,7 +31,6 @@ from homelab import (
     DROPBEAR,
     OPENSSH,
     SshServer,
-    bind,
     blackhole,
     new_key,
     public_line,
@@ -461,8 +460,7 @@ def test_a_server_that_says_nothing_is_tried_again(tmp_path: Path) -> None:
     """And nobody is told that its initrd will never ask."""
     limits = {"KEX_SECONDS": 1, "READY_SECONDS": 1, "RETRY_SECONDS": 0.1}
     program = shortened(tmp_path, **limits)
-    with bind("127.0.0.1", 0) as silent:
-        silent.listen()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         settings = settings_at(tmp_path, port, SYSTEM_SSH_PORT=free_port())
         with daemon(MACHINE | settings, program=program) as started:
@@ -518,8 +516,7 @@ def test_a_box_that_loads_paramiko_slowly(tmp_path: Path, silence: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORT)
     hole = blackhole("127.0.0.1", silent_port := free_port())
     server = tcp_server(Liar(login_seconds=20).serve)
-    with server as port, hole, bind("127.0.0.1", 0) as mute:
-        mute.listen()
+    with server as port, hole, socket.create_server(("127.0.0.1", 0)) as mute:
         ports = [mute.getsockname()[1], port, silent_port]
         ports_of = dict(zip(SILENCES, ports, strict=True))
         settings = settings_at(tmp_path, ports_of[silence])

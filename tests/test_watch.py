@@ -20,7 +20,7 @@ from conftest import (
     shortened,
     wait_for,
 )
-from homelab import DROPBEAR, MAC, OPENSSH, PACKET, bind
+from homelab import DROPBEAR, MAC, OPENSSH, PACKET
 from machine import CLOSED, OPEN, SILENT, Machine, wait_for_state
 from namespaces import Home, ip, udp_packets
 from ssh_servers import free_port, says
@@ -131,8 +131,8 @@ def test_a_second_of_requests_costs_one_check(machine: Machine) -> None:
     If both have one port, a check waits 0.4 s for the banner of this server, so that
     other requests come in the meantime.
     """
-    with bind("127.0.0.1", 0) as mute, ThreadPoolExecutor(9) as pool:
-        mute.listen(99)
+    mute = socket.create_server(("127.0.0.1", 0), backlog=99)
+    with mute, ThreadPoolExecutor(9) as pool:
         port = str(mute.getsockname()[1])
         settings = machine.settings(INITRD_SSH_PORT=port, SYSTEM_SSH_PORT=port)
         with machine.waker(settings) as started:
@@ -167,8 +167,8 @@ def test_an_open_system_is_checked_every_8_s_or_if_it_matters(machine: Machine) 
     unlock is told that the system is up by an old look.
     """
     machine.show(CLOSED, CLOSED)
-    with bind("127.0.0.1", machine.system_port) as system:
-        system.listen(99)
+    address = "127.0.0.1", machine.system_port
+    with socket.create_server(address, backlog=99) as system:
         with machine.waker() as started:
             look = started.client.status
             began = time.monotonic()

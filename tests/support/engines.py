@@ -102,7 +102,7 @@ def drive(env: dict[str, str], log: Path) -> Iterator[WebKit]:
     port = free_port()
     command = ["stdbuf", "-oL", need("WebKitWebDriver"), f"--port={port}"]
     with running(command, env=env, **QUIET):
-        wait_for(lambda: is_open("127.0.0.1", port))
+        wait_for(lambda: is_open(port))
         yield WebKit(port, log)
 
 

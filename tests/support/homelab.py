@@ -45,11 +45,11 @@ def public_line(key: paramiko.PKey) -> str:
     return f"{key.get_name()} {key.get_base64()}"
 
 
-def bind(address: str, port: int) -> socket.socket:
-    """Reserve a TCP port, or any free one if 0; it refuses connections for now."""
+def reserve(address: str) -> socket.socket:
+    """Take any free TCP port; it refuses connections for now."""
     taken = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    taken.bind((address, port))
+    taken.bind((address, 0))
     return taken
 
 
@@ -148,7 +148,7 @@ class Ports:
         self._udp.bind(("", self.packet_port))  # an address would exclude broadcasts
         self.packet_port = int(self._udp.getsockname()[1])
         # Each port stays taken from end to end, whoever listens on it in between.
-        self._taken = [bind(self.address, 0) for _ in range(2)]
+        self._taken = [reserve(self.address) for _ in range(2)]
         ports = [int(taken.getsockname()[1]) for taken in self._taken]
         self.initrd_port, self.system_port = ports
 

@@ -25,7 +25,7 @@ from conftest import (
     run_waker,
     wait_for,
 )
-from homelab import Settings, bind, new_key, public_line, tcp_server
+from homelab import Settings, new_key, public_line, reserve, tcp_server
 
 # Whoever tests without root is root in a namespace, but may not set a user's groups
 # there. So SSH servers are user 1 in a namespace within, and everybody's files are his.
@@ -36,7 +36,7 @@ RESERVED: list[socket.socket] = []  # kept bound, so that no other program gets 
 
 def free_port() -> int:
     """Reserve a port, which refuses connections at every address."""
-    RESERVED.append(bind("::" if socket.has_dualstack_ipv6() else "", 0))
+    RESERVED.append(reserve("::" if socket.has_dualstack_ipv6() else ""))
     return int(RESERVED[-1].getsockname()[1])
 
 
@@ -77,7 +77,7 @@ def process(port: int, script: str, *options: str) -> Iterator[subprocess.Popen[
     command = [need("unshare"), "--mount", *options, "sh", "-ec", script]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
-            wait_for(lambda: is_open("127.0.0.1", port) or server.poll() is not None)
+            wait_for(lambda: is_open(port) or server.poll() is not None)
             assert server.poll() is None, server.communicate()[1]
             yield server
         finally:
