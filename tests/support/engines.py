@@ -1,7 +1,8 @@
 """Real browsers besides today's Chromium, each driven in its own way.
 
 WebKit by WebDriver, Firefox by WebDriver BiDi, and old Chromiums, which `make
-test-browsers` puts into environments of their own, by the DevTools protocol.
+test-browsers` puts into environments of their own, by the DevTools protocol. Each has
+one page, and types as a real keyboard does.
 """
 
 import contextlib
@@ -11,7 +12,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from conftest import CHECKOUT, Client, is_open, need, wait_for
@@ -21,15 +22,6 @@ from websockets.sync.client import ClientConnection, connect
 WINDOWS = CHECKOUT / "tests/support/browsers"
 ENTER, TAB = "\ue007", "\ue004"  # as WebDriver names these keys
 QUIET = {"stderr": subprocess.DEVNULL}
-
-
-class Engine(Protocol):
-    """A browser with one page."""
-
-    def open(self, url: str) -> None: ...
-    def run(self, expression: str) -> Any: ...
-    def type_text(self, text: str) -> None: ...  # as a real keyboard does
-    def console(self) -> list[str]: ...
 
 
 def strokes(text: str) -> dict[str, Any]:
@@ -107,7 +99,7 @@ def drive(env: dict[str, str], log: Path) -> Iterator[WebKit]:
 
 
 @contextlib.contextmanager
-def webkit(folder: Path) -> Iterator[Engine]:
+def webkit(folder: Path) -> Iterator[WebKit]:
     if not Path("/usr/lib/python3/dist-packages/gi").exists():
         pytest.skip("need gi (package python3-gi gir1.2-webkit2-4.1)")
     log = folder / "console"
@@ -185,7 +177,7 @@ class Firefox(Remote):
 
 
 @contextlib.contextmanager
-def firefox(folder: Path) -> Iterator[Engine]:
+def firefox(folder: Path) -> Iterator[Firefox]:
     command = [need("firefox-esr"), "--no-remote", "--remote-debugging-port=0"]
     click = [need("xdotool"), "mousemove", "200", "600", "click", "1"]
     with contextlib.ExitStack() as stack:
@@ -229,7 +221,7 @@ class Qt(Remote):
 
 
 @contextlib.contextmanager
-def qt(version: str, folder: Path, script: str = "") -> Iterator[Engine]:
+def qt(version: str, folder: Path, script: str = "") -> Iterator[Qt]:
     """Start a Chromium; `script` runs before the page's."""
     python = CHECKOUT / f".venv-qt{version}/bin/python"
     if not python.exists():
@@ -249,3 +241,6 @@ def qt(version: str, folder: Path, script: str = "") -> Iterator[Engine]:
                 engine.call(f"{domain}.enable")
             engine.call("Page.addScriptToEvaluateOnNewDocument", source=script)
             yield engine
+
+
+Engine = WebKit | Firefox | Qt
