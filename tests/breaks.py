@@ -67,7 +67,7 @@ def replace(found: re.Match[str], new: str) -> str:
 
 def find_block(text: str, name: str, indent: str) -> re.Match[str]:
     """Find the line that names something, and those that are indented below it."""
-    words = r"(?:async |class |const |def |function |let )*"
+    words = r"(?:async |class |const |def |function )*"
     first = rf"^{indent}{words}{re.escape(name)}(?!\w).*\n"
     return find(text, rf"{first}(?:(?:{indent}[ )\]}}].*)?\n)*", name)
 
@@ -91,9 +91,8 @@ def change(text: str, old: str, new: str, comment: str) -> str:
     _, where, other = new.split(" ", 2)
     target = find(text, rf"^( *).*{write_pattern(other, comment)}.*\n", other)
     moved = textwrap.indent(textwrap.dedent(taken[0]), target[1])
-    return replace(
-        target, moved + target[0] if where == "before" else target[0] + moved
-    )
+    both = moved + target[0] if where == "before" else target[0] + moved
+    return replace(target, both)
 
 
 def apply(row: Break, checkout: Path) -> None:

@@ -31,8 +31,7 @@ EMPTY_SERVER = """
 import signal, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-with open("ui.html", "rb") as file:
-    page = file.read()
+page = open("ui.html", "rb").read()
 
 class Handler(BaseHTTPRequestHandler):
     log_message = lambda *_: None
