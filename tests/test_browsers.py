@@ -108,8 +108,7 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(fields.get("Content-Length", 0)))
         if self.server.answer and path.startswith("/api/"):
             status, text = self.server.answer
-            away = {"Location": "/elsewhere"} if status == 302 else {}
-            answer = Answer(status, away, text.encode())
+            answer = Answer(status, {"Location": "/elsewhere"}, text.encode())
         else:
             answer = self.server.waker.call(method, path, body or None, fields)
         self.send_response(answer.status)
@@ -120,9 +119,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.do_POST()
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 @contextlib.contextmanager
