@@ -29,8 +29,8 @@ test-paramiko: $(VENV)/done ## test what uses paramiko; PARAMIKO=2.12.0
 		tests/test_openwrt.py
 
 fuzz: $(VENV)/done ## test with random requests and inputs; EXAMPLES=200, SEED=1
-	EXAMPLES=$(or $(EXAMPLES),200) $(BIN)/python -m pytest $(PYTEST_ARGS) \
-		tests/load/properties.py tests/load/fuzz.py --hypothesis-seed $(or $(SEED),1)
+	EXAMPLES=$(or $(EXAMPLES),200) SEED=$(or $(SEED),1) \
+		$(BIN)/python -m pytest $(PYTEST_ARGS) tests/load/properties.py tests/load/fuzz.py
 
 siege: $(VENV)/done ## attack the daemon for 15 minutes, as root; ATTACK=heads
 	$(BIN)/python tests/load/siege.py 3 $(if $(ATTACK),"$(ATTACK)")

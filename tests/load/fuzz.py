@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pytest
 import schemathesis
 from conftest import CHECKOUT, daemon
 from machine import CLOSED, Machine
@@ -51,9 +50,7 @@ def before_call(_: object, case: Any, __: object) -> None:
         case.headers.pop(name, None)
 
 
-def test_it_does_what_its_description_says(
-    machine: Machine, tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
+def test_it_does_what_its_description_says(machine: Machine, tmp_path: Path) -> None:
     (tmp_path / "schemathesis.toml").write_text(CONFIG)
     machine.show(CLOSED, CLOSED)  # so an unlock fails at once
     with ThreadPoolExecutor() as pool, daemon(machine.settings(**SETTINGS)) as started:
@@ -63,10 +60,9 @@ def test_it_does_what_its_description_says(
         command = [sys.executable, "-m", "schemathesis.cli", "run", "--checks", "all"]
         command += [str(CHECKOUT / "docs/openapi.yaml")]
         command += ["--url", f"http://127.0.0.1:{client.port}"]
-        command += ["--seed", str(pytestconfig.getoption("--hypothesis-seed"))]
-        command += ["--max-examples", os.environ["EXAMPLES"]]
+        limits = "--seed", os.environ["SEED"], "--max-examples", os.environ["EXAMPLES"]
         env = os.environ | {"PYTHONPATH": ":".join(sys.path), "TOKEN": client.token}
-        subprocess.run(command, cwd=tmp_path, env=env, check=True)
+        subprocess.run([*command, *limits], cwd=tmp_path, env=env, check=True)
         client.status()  # the token is alive, so what is behind it was tested
         started.process.terminate()
         assert started.process.wait() == 0

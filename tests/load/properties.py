@@ -1,6 +1,6 @@
 """What must hold for every input of a parser or of the log, tested with many inputs.
 
-`make fuzz` runs it: EXAMPLES inputs per test, chosen by `--hypothesis-seed`.
+`make fuzz` runs it: EXAMPLES inputs per test, chosen by SEED.
 """
 
 import os
@@ -8,12 +8,12 @@ import re
 import string
 
 import h11
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 import waker
 
-EXAMPLES = int(os.environ.get("EXAMPLES", "300"))
+EXAMPLES, SEED = (int(os.environ[name]) for name in ("EXAMPLES", "SEED"))
 settings.register_profile("waker", max_examples=EXAMPLES, deadline=None, database=None)
 settings.load_profile("waker")
 PEER = "192.0.2.1"
@@ -45,6 +45,7 @@ def end() -> bytes:
     raise waker.Fault(400, "The request ended")
 
 
+@seed(SEED)
 @given(st.builds(write, names, paths, others, st.binary(max_size=99)), edits)
 def test_a_request_is_refused_or_parsed_as_h11_parses_it(
     data: bytes, edits: list[tuple[int, bool, str]]
@@ -80,6 +81,7 @@ def test_a_request_is_refused_or_parsed_as_h11_parses_it(
         assert value == b", ".join(same).decode("latin-1")
 
 
+@seed(SEED)
 @given(st.text(), st.sampled_from([1, 1000]))
 def test_a_log_entry_is_one_line_of_printable_ascii(text: str, size: int) -> None:
     kept, (reader, writer) = os.dup(2), os.pipe()
