@@ -110,6 +110,13 @@ def test_files_that_cannot_be_used_are_wrong(tmp_path: Path) -> None:
         assert re.search(f"(?m)^WRONG +SSH key .*{key} has a passphrase", table)
 
 
+def test_whoever_reads_only_its_first_line_sees_no_traceback() -> None:
+    script = '"$@" | head -n 1'
+    ended = run_waker("check", settings=BASE, by=["sh", "-c", script, "sh"])
+    assert ended.stdout.startswith("ok     configuration")
+    assert ended.stderr == ""
+
+
 APK = "apk add python3-paramiko python3-six, or see docs/openwrt.md"
 
 
