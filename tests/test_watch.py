@@ -20,7 +20,7 @@ from conftest import (
     shortened,
     wait_for,
 )
-from homelab import DROPBEAR, MAC, OPENSSH, PACKET
+from homelab import DROPBEAR, MAC, OPENSSH, PACKET, tcp_server
 from machine import CLOSED, OPEN, SILENT, Machine, wait_for_state
 from namespaces import Home, ip, udp_packets
 from ssh_servers import free_port, says
@@ -189,6 +189,25 @@ def test_an_open_system_is_checked_every_8_s_or_if_it_matters(machine: Machine) 
             answer = started.client.unlock()
     assert answer.status == 500
     assert "not sent" in answer.error
+
+
+def test_one_port_is_spared_as_well_while_the_system_is_up(machine: Machine) -> None:
+    port, seen = str(machine.system_port), []
+
+    def serve(tcp: socket.socket) -> None:
+        seen.append(tcp)
+        tcp.sendall(f"{OPENSSH}\r\n".encode())
+
+    with machine.waker(machine.settings(INITRD_SSH_PORT=port)) as started:
+        assert started.client.status()["state"] == "off"
+        machine.show(CLOSED, CLOSED)
+        with tcp_server(serve, port=machine.system_port):
+            wait_for_state(started.client, "up")
+            began = time.monotonic()
+            while time.monotonic() < began + 2.5:
+                assert started.client.status()["state"] == "up"
+                time.sleep(0.1)
+    assert len(seen) == 1
 
 
 def test_a_start_spares_what_a_firewall_allows(home: Home, machine: Machine) -> None:
