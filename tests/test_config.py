@@ -107,8 +107,11 @@ def test_a_wrong_value_is_refused(folder: Path, name: str, value: str) -> None:
 
 def test_an_ipv6_address_needs_a_broadcast_address(folder: Path) -> None:
     """From which the packet goes to the machine's network."""
-    told = mistake(folder, HOMELAB_HOST="2001:db8::1")
+    address = {"HOMELAB_HOST": "2001:db8::1"}
+    told = mistake(folder, **address)
     assert told.startswith("WAKER_HOMELAB_BROADCAST must be set")
+    told = mistake(folder, **address, HOMELAB_BROADCAST="192.0.2.255", PIN="")
+    assert told.startswith("WAKER_PIN ")
 
 
 def test_a_setting_without_a_value_has_its_default(folder: Path) -> None:

@@ -221,6 +221,7 @@ def test_a_cancel_sends_nothing_or_keeps_what_was_reported(
         client.start()
         child = wait_for_process("unlock", started.process.pid)
         wait_for(machine.received if is_sent else machine.commands)
+        assert os.getsid(child) == child  # ^C at a terminal is the daemon's alone
         began = time.monotonic()
         if way == "DELETE":
             assert client.call("DELETE", "/api/start").json["success"] is True
