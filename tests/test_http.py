@@ -270,12 +270,23 @@ def test_slow_clients_keep_nobody_out(service: Daemon) -> None:
         assert service.memory() < used + (8 << 20)
 
 
+def test_clients_that_send_nothing_take_no_thread(service: Daemon) -> None:
+    idle = service.uses()
+    with ExitStack() as crowd:
+        for source in places(1, 9):
+            crowd.enter_context(knock(service.client, b"", source))
+        time.sleep(0.5)
+        assert service.uses() == idle
+
+
 def test_the_client_with_the_most_makes_room(come: Come, server: Client) -> None:
     """Up to six connections count as one, because a browser opens as many."""
-    come(server, ["127.0.0.1"] * 100)
+    crowd = come(server, ["127.0.0.1"] * 100)
     browser, others = come(server, ["127.0.0.9"] * 6), come(server, places(1, 20))
     assert server.call("GET", "/").status == 200
     assert all(map(is_kept, browser + others))
+    # Without an answer, or a line in the log, of which there could be thousands.
+    assert {tcp.recv(1) for tcp in crowd if not is_kept(tcp)} == {b""}
     others += come(server, places(2, 37))  # six more than until the crowd has six
     assert server.call("GET", "/").status == 200
     # Crowd and browser would have made room, if six counted as more than one.
@@ -324,13 +335,18 @@ def test_clients_that_have_gone_are_not_asked(come: Come, service: Daemon) -> No
 
 
 def test_a_request_at_the_last_moment_is_answered() -> None:
-    """It has arrived, and its connection is dropped before a thread has read it."""
+    """It has arrived, and its connection is dropped before a thread has read it.
+
+    But nobody waits for the rest of another one.
+    """
     with waker.listen(("127.0.0.1", 0)) as tcp:
         server = waker.Server(waker.App(CONFIG, ([], {})), tcp)
         server.is_stopping = True  # then a thread drops its client before it reads
-        with knock(Client(tcp.getsockname()[1]), GET + b"\r\n") as client:
-            server.handle_request()
-            assert answer_on(client).status == 200
+        for request, status in ((GET + b"\r\n", b"HTTP/1.1 200"), (GET, b"")):
+            with knock(Client(tcp.getsockname()[1]), request) as client:
+                client.settimeout(5)  # seconds; a request has ten
+                server.handle_request()
+                assert client.recv(12) == status
 
 
 # ---- The log -------------------------------------------------------------------------
