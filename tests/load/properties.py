@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import waker
 
-EXAMPLES, SEED = (int(os.environ[name]) for name in ("EXAMPLES", "SEED"))
+EXAMPLES = int(os.environ.get("EXAMPLES", "300"))
+SEED = int(os.environ.get("SEED", "1"))
 settings.register_profile("waker", max_examples=EXAMPLES, deadline=None, database=None)
 settings.load_profile("waker")
 PEER = "192.0.2.1"
