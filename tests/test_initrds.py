@@ -46,9 +46,12 @@ sh -c 'mount --bind FOLDER/cgroup /proc/$$/cgroup
     exec systemd-ask-password --no-tty --timeout=0 --id=tpm2-pin PIN:' >>FOLDER/tried &
 """
 OPENED = "touch FOLDER/keys/open FOLDER/opened/open"
+GAVE_UP_ON_ANOTHER = f"{OPENED}; touch FOLDER/keys/root FOLDER/failed/root"
 # Nobody waits for another prompt as long as usual.
-STRAY = """
-sed -i 's/-gt 30 /-gt 4 /' FOLDER/cryptroot-unlock
+SHORTLY = "sed -i 's/-gt 30 /-gt 4 /' FOLDER/cryptroot-unlock"
+NOT_YET = f"{SHORTLY}; {OPENED}; touch FOLDER/keys/root"
+STRAY = f"""
+{SHORTLY}
 systemd-ask-password --no-tty --timeout=0 --id=cryptsetup:x X >>FOLDER/tried &
 """
 # The prompt that is found first is the data disk's.
@@ -139,6 +142,11 @@ CASES = {
         ["root 1", "root 2", "root 3", "root x"],
     ),
     "every disk open": ({}, {"setup": OPENED}, {"x": "already_open: "}, []),
+    "another may ask soon": ({}, {"setup": NOT_YET}, {"x": "not_asked: "}, []),
+    "gave up on another": (
+        *({}, {"setup": GAVE_UP_ON_ANOTHER}),
+        *({"x": "error: .* a disk is open, and systemd gave up on another"}, []),
+    ),
     "PIN and passphrase asked for": (
         *(ROOT, {"setup": PIN}),
         {"1": f"{WRONG}root", "x": f"{UNLOCKED}root."},
