@@ -374,7 +374,7 @@ def take_back(change: Change) -> str:
             path.unlink()
         case Kind.FILE if now == text:
             write(path, change.before, path.stat().st_mode & 0o777)
-        case Kind.FILE if now != change.before:
+        case Kind.FILE if now and now != change.before:
             return f"{path}, which you have changed"
         case Kind.KEY if f"\n{text}" in f"\n{now}":  # a whole line
             old = f"{change.before}\n".lstrip()

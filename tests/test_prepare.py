@@ -717,7 +717,9 @@ def test_undo_removes_packages_but_not_what_opens_the_disk(server: Server) -> No
     need("tcsh")
     need("cryptsetup")
     server.write(KEYS, f"{OWN_KEY}\n")
+    server.write(CONF, f"{STATIC}\n")  # waker 3.0's
     server.prepare()
+    server.run(f"rm {CONF}")
     record = "/var/lib/waker-prepare/record.json"
     rows = json.loads(server.read(record))
     needed = "cryptsetup-bin", "dropbear-bin"
@@ -733,6 +735,7 @@ def test_undo_removes_packages_but_not_what_opens_the_disk(server: Server) -> No
     for name in needed:
         assert f"Left: the package {name}." in said
     assert "tcsh" not in said.partition("Undone.")[2]
+    assert f"Left: {CONF}" not in said  # it is not there any more
     assert server.run(f"cd {DROPBEAR}; ls *.pub") == "own_host_key.pub\n"
     status = "dpkg-query -Wf '${Package} ${db:Status-Status}, ' cryptsetup-bin ethtool"
     assert server.run(status) == "cryptsetup-bin installed, ethtool installed, "
