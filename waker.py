@@ -2071,6 +2071,7 @@ def main(argv: Sequence[str]) -> int:
         resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
     threading.stack_size(512 << 10)  # bytes; musl's 128 KiB are too few for json
     if arguments.command in ("unlock", "check"):
+        sys.modules["invoke"] = cast("Any", None)  # or paramiko imports it, slowly
         # paramiko buffers packets of any size, even from an unverified server.
         with contextlib.suppress(ValueError):  # the limit is lower already
             resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))

@@ -495,6 +495,16 @@ def test_an_impostor_cannot_exhaust_the_box(tmp_path: Path) -> None:
 
 # ---- Difficult boxes -----------------------------------------------------------------
 
+
+def test_paramiko_does_not_import_what_waker_has_no_use_for(tmp_path: Path) -> None:
+    """Importing invoke takes as long as the rest of paramiko."""
+    (tmp_path / "invoke.py").write_text("raise SystemExit")
+    settings = settings_at(tmp_path, free_port(), SYSTEM_SSH_PORT=free_port())
+    settings |= MACHINE | {"WAKER_PIN": PIN, "PYTHONPATH": str(tmp_path)}
+    assert unlock(settings).startswith("not_asked: ")
+    assert re.search("ok +paramiko ", run_waker("check", settings=settings).stdout)
+
+
 # Importing paramiko takes two seconds, as it does from an SD card that is busy.
 SLOW_IMPORT = """
 import sys, time
