@@ -10,7 +10,7 @@ from conftest import MACHINE, PIN, need, run_waker
 from homelab import Settings, public_line
 from machine import Machine
 from namespaces import IFF_TUN, Home, Namespace, ip, udp_packets
-from ssh_servers import HOST_KEY, says
+from ssh_servers import HOST_KEY, free_port, says, settings_at, unlock
 
 OWN = {"PIN": PIN, "LISTEN": "127.0.0.1:0"}
 BASE = MACHINE | {f"WAKER_{name}": value for name, value in OWN.items()}
@@ -100,9 +100,11 @@ def test_the_table_shows_what_was_seen(machine: Machine, row: tuple[str, ...]) -
 def test_files_that_cannot_be_used_are_wrong(tmp_path: Path) -> None:
     """A private key even if no host key is pinned."""
     key, file = tmp_path / "ssh_key", tmp_path / "waker.env"
+    file.write_text("".join(f"{name}={value}\n" for name, value in BASE.items()))
+    table = run({}, "--env-file", str(file))
+    assert re.search(f"(?m)^WRONG +SSH key .*{key} is missing", table)
     command = [need("ssh-keygen"), "-q", "-t", "ed25519", "-N", "secret", "-f"]
     subprocess.run([*command, str(key)], check=True)
-    file.write_text("".join(f"{name}={value}\n" for name, value in BASE.items()))
     for mode, seen in ((0o640, "ok +conf"), (0o604, f"WRONG +conf.* 600 {file}")):
         file.chmod(mode)
         table = run({}, "--env-file", str(file))
@@ -132,8 +134,11 @@ def test_a_broken_paramiko_is_wrong_and_the_systems_tool_mends_it(
 ) -> None:
     (tmp_path / tool).touch(0o755)
     (tmp_path / "paramiko.py").write_text(module)
-    table = run(BASE | {"PATH": str(tmp_path), "PYTHONPATH": str(tmp_path)})
-    assert re.search(rf"WRONG +paramiko .*install it with: {remedy} \(", table)
+    settings = BASE | {"PATH": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    mended = f"install it with: {remedy}"
+    assert re.search(rf"WRONG +paramiko .*{mended} \(", run(settings))
+    message = unlock(settings_at(tmp_path, free_port()) | settings)
+    assert re.match(f"error: paramiko .*{mended}. The passphrase was not", message)
 
 
 # ---- Networks ------------------------------------------------------------------------

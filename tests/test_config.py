@@ -158,6 +158,8 @@ def test_a_missing_credential_is_sought_where_the_user_put_it(tmp_path: Path) ->
     assert "example" not in str(it.value)
     own = tmp_path / "credentials/waker"
     assert mistake(own).startswith(f"WAKER_SSH_KEY {own}/ssh_key is missing")
+    (own / "ssh_key").mkdir(parents=True)
+    assert mistake(own) == f"WAKER_SSH_KEY {own}/ssh_key: Is a directory"
 
 
 # ---- The file ------------------------------------------------------------------------
