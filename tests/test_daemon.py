@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from conftest import (
     MODULE,
     PASSPHRASE,
     PIN,
+    PROGRAM,
     daemon,
     each,
     environment,
@@ -232,11 +234,24 @@ def test_a_command_that_cannot_run_says_so_by_its_status() -> None:
             "shutdown": 2,
             "--seconds 5 unlock": 2,
             "--env-file /nowhere/waker.env": 78,
-            "serve": 1,
         }.items():
             ended = run_waker(*command.split(), settings=settings)
             assert (ended.returncode, ended.stdout) == (status, ""), command
             assert ended.stderr
+        ended = run_waker(settings=settings)
+        assert ended.returncode == 1
+        assert re.fullmatch("WAKER_LISTEN: Address already in use.*\n", ended.stderr)
+
+
+def test_a_page_that_is_missing_or_damaged_is_reported(tmp_path: Path) -> None:
+    program = sys.executable, str(shutil.copy(PROGRAM, tmp_path))
+    for words in ("the page .*/ui.html: No such file", "ui.html is damaged"):
+        ended = run_waker(
+            "check", settings=MACHINE | {"WAKER_PIN": PIN}, program=program
+        )
+        assert ended.returncode == 78
+        assert re.match(f"{words}.*\n$", ended.stderr)
+        (tmp_path / "ui.html").touch()
 
 
 def test_a_passphrase_typed_at_the_prompt_is_not_shown(machine: Machine) -> None:

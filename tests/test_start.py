@@ -82,8 +82,10 @@ def test_a_start_wakes_unlocks_and_watches(machine: Machine) -> None:
         assert machine.packets() == []
         assert client.call("DELETE", "/api/start").status == 409
         started.stop()
-    logged = re.findall("(?m)^start: (.*?):", "\n".join(started.log))
-    assert logged[-4:] == ["unlocking", "booting", "done", "done"]
+    log = "\n".join(started.log)
+    phases = re.findall("(?m)^start: (.*?):", log)
+    assert phases[-4:] == ["unlocking", "booting", "done", "done"]
+    assert "\nip=127.0.0.1 Started; " in log
 
 
 TOO_LONG = {  # what the ports show, first and last, or None after an unlock
