@@ -599,3 +599,16 @@ def test_a_cards_settings_are_filled_in_by_its_owner(home: Home) -> None:
     assert home.settings.read_text() == EXAMPLE
     assert calls(home.stubs) == []
     assert "owner :" not in home.folder.joinpath("sudo.log").read_text()
+
+
+def test_on_openwrt_waker_is_started_in_its_way(home: Home) -> None:
+    home.settings.write_text(f"{EXAMPLE}WAKER_LISTEN=127.0.0.1:8080\n")
+    services = home.folder / "init.d"
+    services.mkdir()
+    stub(services / "waker")
+    script = "cd /etc; touch rc.common; mkdir -p init.d; mount -B /mnt/init.d init.d"
+    subprocess.run(home.enter("sh", "-c", script), check=True)
+    # Only the owner knows the address of the proxy before it.
+    assert home.prepare().endswith("unlock it from your phone.\n")
+    assert calls(home.stubs) == ["waker check"]
+    assert calls(services) == ["waker enable", "waker restart"]
