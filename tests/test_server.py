@@ -455,6 +455,7 @@ OLD = f"\ufeff#WAKER_HOMELAB_HOST=192.0.2.1\n{MINE}#"  # without a last line end
         (OLD, f"{OLD}\n{NEW}"),
         (SAME, SAME),
     ],
+    ids=["no file", "example", "empty", "commented", "the same"],
 )
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"], ids=["Unix", "Windows"])
 def test_settings_go_where_the_file_has_room_for_them(
