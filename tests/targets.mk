@@ -8,10 +8,10 @@ PYTEST := tests/enter $(BIN)/python -m pytest $(PYTEST_ARGS)
 ALL := --numprocesses 8 --dist loadgroup
 FEW := --numprocesses 9 --maxschedchunk 1
 
-test: $(VENV)/done ## run all tests, or T=tests/test_watch.py, or T='-k broadcast'
+test: $(VENV)/done ## run most tests, or T=tests/test_watch.py, or T='-k broadcast'
 	$(PYTEST) $(if $(T),$(FEW) $(T),$(ALL))
 
-test-browsers: $(VENV)/done .venv-qt6.5/done .venv-qt6.2/done ## test the page in other engines
+test-browsers: $(VENV)/done .venv-qt6.5/done .venv-qt6.2/done ## run slow tests of the page, also in other engines
 	$(PYTEST) --numprocesses 3 --maxschedchunk 1 -m browsers \
 		tests/test_browsers.py tests/test_page.py
 
@@ -43,7 +43,7 @@ breaks: $(VENV)/done ## break each promise: does a test notice? BREAK="some word
 
 screenshots: $(VENV)/done ## take pictures of the page in every state
 	mkdir -p dist/screenshots docs/images
-	$(PYTEST) --numprocesses 3 -k every_state --screenshots dist/screenshots \
+	$(PYTEST) --numprocesses 3 -m browsers -k every_state --screenshots dist/screenshots \
 		tests/test_page.py
 	cp "dist/screenshots/PIN, light.png" docs/images/sign-in.png
 	cp "dist/screenshots/off, light.png" docs/images/off.png

@@ -119,6 +119,7 @@ FAULTS = """() => [...document.querySelectorAll("label, button, input, summary, 
 WIDTH = "document.documentElement.scrollWidth"
 
 
+@pytest.mark.browsers
 @pytest.mark.parametrize("go", [during_a_start, around_a_start])
 def test_every_state_is_accessible_and_fits_a_small_screen(
     phone: Phone, go: Any, request: pytest.FixtureRequest
@@ -704,6 +705,7 @@ def test_polls_are_rare_while_nothing_happens(phone: Phone) -> None:
     assert phone.passphrase() == ""
 
 
+@pytest.mark.browsers
 def test_a_hidden_page_sends_no_requests_and_hides_what_is_shown(
     api: Client, tmp_path: Path, playwright: Playwright
 ) -> None:
