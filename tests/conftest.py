@@ -37,6 +37,8 @@ PIN = "pin-2468-pin"
 PASSPHRASE = 'correct "horse" \\ stäple'
 ODD_PASSPHRASE = "-n '$(id)` a\\tb\\0 " + "é" * 244 + "xy \u00a0 "  # 512 bytes
 MACHINE = {"WAKER_HOMELAB_MAC": MAC, "WAKER_HOMELAB_HOST": "127.0.0.1"}
+# Files whose tests mostly wait.
+WAIT = {f"test_{name}.py" for name in ("check", "notify", "start", "unlock", "watch")}
 NO_ROOT = "need root, because this system gives others no namespaces"
 Fields = Mapping[str, str]
 T = TypeVar("T")
@@ -50,16 +52,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mix the files: the tests of some mostly wait, and those of others compute."""
+    """Mix the files, so that tests that wait run beside tests that compute."""
     share: dict[pytest.Item, float] = {}
-    for _, file in itertools.groupby(items, lambda item: item.path):
+    for path, file in itertools.groupby(items, lambda item: item.path):
         tests = list(file)
         share |= {test: n / len(tests) for n, test in enumerate(tests)}
+        if path.name in WAIT:  # start early, or only these are left at the end
+            share |= {test: share[test] + 0.2 for test in tests}
     # A file's last tests come first, because the longest are among them.
     items.sort(key=share.__getitem__, reverse=True)
-    # Three browsers will do: one in each process of pytest would take longer to start.
+    # Two browsers are enough: one in each process of pytest would take longer to start.
     for n, test in enumerate(i for i in items if i.path.name == "test_page.py"):
-        test.add_marker(pytest.mark.xdist_group(f"browser {n % 3}"))
+        test.add_marker(pytest.mark.xdist_group(f"browser {n % 2}"))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -133,7 +137,8 @@ def wait_for_process(argument: str, parent: int | str = "[0-9]*") -> int:
 
 
 def copy_checkout(folder: Path) -> None:
-    left_out = shutil.ignore_patterns(".*", "dist", "__pycache__")
+    """Copy what the Makefile needs: neither docs nor tests."""
+    left_out = shutil.ignore_patterns(".*", "dist", "docs", "__pycache__", "test_*.py")
     shutil.copytree(CHECKOUT, folder, ignore=left_out, dirs_exist_ok=True)
 
 

@@ -143,7 +143,7 @@ def test_a_try_that_would_end_too_late_is_not_begun(
 ) -> None:
     """Of four seconds, one takes over two, or nearly none. Then it says what to do."""
     machine.ask(f"sleep {pause}; {EARLY}")
-    with machine.starting(READY_SECONDS=4, RETRY_SECONDS=0.5) as client:
+    with machine.starting(READY_SECONDS=4, RETRY_SECONDS=1) as client:
         start = wait_until(client, "failed")
     assert start["outcome"] == "not_asked"
     assert "screen" in start["hint"]
