@@ -118,18 +118,18 @@ def is_open(port: int) -> bool:
         return tcp.connect_ex(("127.0.0.1", port)) == 0
 
 
-def wait_for_process(argument: str, parent: int | str = "[0-9]*") -> int:
+def wait_for_process(argument: str, parent: int = 0) -> int:
     """Wait for the only process with that argument; returns its pid."""
 
     def find() -> list[str]:
         found = []
-        for children in Path("/proc").glob(f"{parent}/task/*/children"):
-            with contextlib.suppress(OSError):  # the thread or child has ended
-                for pid in children.read_text().split():
-                    # Until it has its own arguments, it is a copy of its parent.
-                    arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                    if argument.encode() in arguments:
-                        found.append(pid)
+        for proc in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                arguments = proc.joinpath("cmdline").read_bytes().split(b"\0")
+                if argument.encode() in arguments:
+                    status = proc.joinpath("status").read_text()
+                    if not parent or f"\nPPid:\t{parent}\n" in status:
+                        found.append(proc.name)
         return found
 
     (pid,) = wait_for(find)
