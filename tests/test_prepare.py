@@ -355,8 +355,8 @@ def test_wakers_key_can_only_unlock_and_other_keys_stay(
 # It has Debian's initramfs-tools, and only lacks settings.
 LAYERS = """
 mkdir etc layers seen
+for folder in etc layers; do mount -t tmpfs none $folder; done
 (cd /etc; cp -a alternatives group ld.so.cache os-release passwd shells "$OLDPWD/etc")
-mount -t tmpfs none layers
 for place in etc usr var; do
     lower=/$place layer=layers/$place
     [ $place != etc ] || lower=etc

@@ -21,7 +21,7 @@ REPORT = "report.txt"
 RESTART = ["systemctl enable waker", "systemctl restart waker"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def new_card(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `make card` makes, with right settings."""
     need("ssh-keygen")
