@@ -15,8 +15,9 @@ test-browsers: $(VENV)/done .venv-qt6.5/done .venv-qt6.2/done ## run slow tests 
 	$(PYTEST) --numprocesses 3 --maxschedchunk 1 -m browsers \
 		tests/test_browsers.py tests/test_page.py
 
+# Guests wait as well, so there are more of them than processors.
 test-vm: $(VENV)/done ## unlock encrypted servers in QEMU, as root
-	$(BIN)/python -m pytest $(PYTEST_ARGS) --numprocesses 2 --maxschedchunk 1 tests/vm
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --numprocesses 3 --maxschedchunk 1 tests/vm
 
 test-servers: $(VENV)/done ## prepare bare servers in QEMU, as root; T='-k bare-12'
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --capture=no $(T) tests/vm/servers.py
