@@ -3,6 +3,8 @@
 from __future__ import annotations  # names of waker.py may go
 
 import contextlib
+import functools
+import gc
 import http.client
 import itertools
 import json
@@ -31,7 +33,7 @@ for variable in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "DESTDIR", "INIT", "PREFIX"
     os.environ.pop(variable, None)
 PROGRAM = waker.__file__
 CHECKOUT = Path(PROGRAM).parent
-# In CHECKOUT. A script, unlike a module, is compiled at every start.
+# In CHECKOUT, where make runs pytest. A script is compiled at every start; this is not.
 MODULE = (sys.executable, "-m", "waker")
 PIN = "pin-2468-pin"
 PASSPHRASE = 'correct "horse" \\ stäple'
@@ -66,6 +68,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         test.add_marker(pytest.mark.xdist_group(f"browser {n % 2}"))
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # so that what stays is not looked at over and over
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     report = yield
@@ -89,6 +95,7 @@ def need(program: str, *other_names: str) -> str:
     pytest.skip(f"need {program}")
 
 
+@functools.cache
 def need_root() -> None:
     """Skip without root, or where root may make no namespaces, as in a chroot."""
     if os.geteuid():
@@ -237,7 +244,7 @@ def environment(settings: Settings) -> dict[str, str]:
     return others | settings
 
 
-UNLOCK = sys.executable, PROGRAM, "unlock"
+UNLOCK = *MODULE, "unlock"
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ DROPBEAR = "/etc/dropbear/initramfs"
 KEYS = f"{DROPBEAR}/authorized_keys"
 STATIC = "IP=192.168.1.20::192.168.1.1:255.255.255.0"
 BOX = "192.168.1.2 50000 192.168.1.20 22"
-PROGRAM = "/usr/bin/python3 server/prepare.py"
+PROGRAM = "/usr/bin/python3 -m server.prepare"  # compiled once
 
 
 def seen(
@@ -470,8 +470,8 @@ def server(tmp_path: Path) -> Iterator[Server]:
     settings = configparser.ConfigParser(interpolation=None)
     settings.read(tmp_path / "server/prepare.ini")
     for name, look in settings["look"].items():
-        replaced = f"cat '{tmp_path}/seen/{name}' 2>/dev/null"
-        settings["look"][name] = f"{replaced} || {{ {look}; }}"
+        told = f"'{tmp_path}/seen/{name}'"
+        settings["look"][name] = f"[ ! -e {told} ] || exec cat {told}; {look}"
     settings["initramfs-tools"]["build"] = f"sh {tmp_path}/mkinitramfs.sh $0"
     with (tmp_path / "server/prepare.ini").open("w") as file:
         settings.write(file)
