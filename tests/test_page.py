@@ -335,11 +335,11 @@ def test_a_lost_connection_is_shown_and_recovers_by_itself(phone: Phone) -> None
 
 
 def test_an_answer_of_somebody_else_is_not_taken_for_wakers(phone: Phone) -> None:
-    phone.stop_clock()
+    phone.stop_clock().tell("off").open()
     for status, body, helps in STRANGERS.values():
         told = "not waker (a redirect)" if status == 302 else f"not waker ({status})"
         reload = ["Reload"] * helps
-        phone.tell("off").open().answer("auth", status, body)
+        phone.answer("auth", status, body)
         phone.give_pin().reads(told).offers("Sign in", *reload).sees("pin")
         phone.tell("off").give_pin().sees("off").answer("status", status, body)
         phone.look().reads(told).sees("off").does_not_read("[object")
@@ -350,8 +350,7 @@ def test_an_answer_of_somebody_else_is_not_taken_for_wakers(phone: Phone) -> Non
             phone.does_not_read("may have got through")
         else:
             phone.reads("may have got through")
-        if helps:
-            phone.press("Reload").sees("pin").reads("Sign in")
+        (phone.press("Reload") if helps else phone.open()).sees("pin").reads("Sign in")
 
 
 def test_every_view_without_a_start_can_send_the_wake_up_signal(phone: Phone) -> None:

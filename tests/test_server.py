@@ -90,10 +90,11 @@ Defaults use_pty
 Defaults logfile=/mnt/sudo.log, loglinelen=0
 owner ALL=(ALL) NOPASSWD: ALL
 """
+# What ssh prefers to this key exchange takes 50 ms of CPU time.
 SSH = """\
 #!/bin/sh
 exec /usr/bin/ssh -F none -p {port} -o UserKnownHostsFile=/mnt/known_hosts \\
-    -o PreferredAuthentications=password "$@"
+    -o PreferredAuthentications=password -o KexAlgorithms=curve25519-sha256 "$@"
 """
 STARTED = ["waker check", "systemctl enable waker", "systemctl restart waker"]
 
