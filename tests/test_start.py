@@ -151,12 +151,11 @@ def test_a_try_that_would_end_too_late_is_not_begun(
 
 
 def test_a_machine_that_resets_has_its_time_to_ask_again(machine: Machine) -> None:
-    """What is left of the first time would be too short for another try."""
+    """Nothing is left of the first time."""
     with machine.ask(EARLY).starting(READY_SECONDS=6, RETRY_SECONDS=1) as client:
         wait_for(machine.commands)
-        began = time.monotonic()
         machine.show(SILENT, SILENT)
-        wait_for(lambda: time.monotonic() > began + 5)
+        time.sleep(6)
         machine.ask(f"[ -e early ] || {{ echo >early; {EARLY}; }}; disk root")
         start = wait_until_shown(client, lambda now: "try again" in now["message"])
         assert (start["phase"], start["outcome"]) == ("unlocking", None)
