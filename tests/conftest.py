@@ -33,7 +33,7 @@ for variable in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "DESTDIR", "INIT", "PREFIX"
     os.environ.pop(variable, None)
 PROGRAM = waker.__file__
 CHECKOUT = Path(PROGRAM).parent
-# In CHECKOUT, where make runs pytest. A script is compiled at every start; this is not.
+# For CHECKOUT, where make runs pytest. A script would be compiled at every start.
 MODULE = (sys.executable, "-m", "waker")
 PIN = "pin-2468-pin"
 PASSPHRASE = 'correct "horse" \\ stäple'
@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # so that what stays is not looked at over and over
+    gc.freeze()  # Python's garbage collector skips what all tests share
 
 
 @pytest.hookimpl(wrapper=True)

@@ -15,7 +15,7 @@ test-browsers: $(VENV)/done .venv-qt6.5/done .venv-qt6.2/done ## run slow tests 
 	$(PYTEST) --numprocesses 3 --maxschedchunk 1 -m browsers \
 		tests/test_browsers.py tests/test_page.py
 
-# Guests wait as well, so there are more of them than processors.
+# More than two processors can run, because guests often wait.
 test-vm: $(VENV)/done ## unlock encrypted servers in QEMU, as root
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --numprocesses 3 --maxschedchunk 1 tests/vm
 

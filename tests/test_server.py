@@ -90,7 +90,7 @@ Defaults use_pty
 Defaults logfile=/mnt/sudo.log, loglinelen=0
 owner ALL=(ALL) NOPASSWD: ALL
 """
-# What ssh prefers to this key exchange takes 50 ms of CPU time.
+# ssh's default key exchange takes 50 ms of CPU time.
 SSH = """\
 #!/bin/sh
 exec /usr/bin/ssh -F none -p {port} -o UserKnownHostsFile=/mnt/known_hosts \\

@@ -151,11 +151,13 @@ def test_a_try_that_would_end_too_late_is_not_begun(
 
 
 def test_a_machine_that_resets_has_its_time_to_ask_again(machine: Machine) -> None:
-    """Nothing is left of the first time."""
-    with machine.ask(EARLY).starting(READY_SECONDS=6, RETRY_SECONDS=1) as client:
+    """Even if nothing is left of the first time."""
+    seconds = 6
+    limits = {"READY_SECONDS": seconds, "RETRY_SECONDS": 1}
+    with machine.ask(EARLY).starting(**limits) as client:
         wait_for(machine.commands)
         machine.show(SILENT, SILENT)
-        time.sleep(6)
+        time.sleep(seconds)
         machine.ask(f"[ -e early ] || {{ echo >early; {EARLY}; }}; disk root")
         start = wait_until_shown(client, lambda now: "try again" in now["message"])
         assert (start["phase"], start["outcome"]) == ("unlocking", None)
