@@ -143,6 +143,14 @@ def wait_for_process(argument: str, parent: int = 0) -> int:
     return int(pid)
 
 
+def interpose(folder: Path, code: str) -> str:
+    """Compile C functions, which LD_PRELOAD puts in place of libc's; returns a path."""
+    library = str(folder / "interposed.so")
+    command = [need("gcc"), "-shared", "-fPIC", "-D_GNU_SOURCE", "-o", library]
+    subprocess.run([*command, "-xc", "-"], input=code, text=True, check=True)
+    return library
+
+
 def copy_checkout(folder: Path) -> None:
     """Copy what the Makefile needs: neither docs nor tests."""
     left_out = shutil.ignore_patterns(".*", "dist", "docs", "__pycache__", "test_*.py")

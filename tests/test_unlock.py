@@ -22,6 +22,7 @@ from conftest import (
     PIN,
     daemon,
     each,
+    interpose,
     need,
     run_waker,
     serving,
@@ -303,7 +304,7 @@ class Liar(SshServer):
 
     keys: Sequence[paramiko.PKey] = (HOST_KEY,)
     steps: Sequence[str | Step] = ()
-    login_seconds: float = 0
+    pause_seconds: float = 0  # before it lets somebody in, or opens a channel
     window: int = 1 << 20  # bytes that a client may send
     opens: int = common.OPEN_SUCCEEDED  # or why it opens no channel
     users: list[str] = field(default_factory=list)  # who tried to log in
@@ -312,10 +313,11 @@ class Liar(SshServer):
     def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
         self.users.append(username)
         self.transport.default_window_size = self.window
-        time.sleep(self.login_seconds)
+        time.sleep(self.pause_seconds)
         return common.AUTH_SUCCESSFUL
 
     def check_channel_request(self, kind: str, chanid: int) -> int:
+        time.sleep(self.pause_seconds)
         return self.opens
 
     def check_channel_exec_request(
@@ -525,6 +527,43 @@ def test_paramiko_does_not_import_what_waker_has_no_use_for(tmp_path: Path) -> N
     assert re.search("ok +paramiko ", run_waker("check", settings=settings).stdout)
 
 
+# The wall clock gains a day each second.
+FAST_CLOCK = """
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static double began;
+    struct timespec time;
+    syscall(SYS_clock_gettime, CLOCK_MONOTONIC, &time);
+    double seconds = time.tv_sec + time.tv_nsec / 1e9;
+    began = began ? began : seconds;
+    int result = syscall(SYS_clock_gettime, clock, now);
+    if (clock == CLOCK_REALTIME)
+        now->tv_sec += 86400 * (seconds - began);
+    return result;
+}
+"""
+
+
+def test_a_clock_that_is_set_meanwhile_ends_no_wait(tmp_path: Path) -> None:
+    """A Raspberry Pi has no battery, and gets the time from the network."""
+
+    def pause(_: object) -> None:
+        time.sleep(0.5)
+
+    def serve(connection: socket.socket) -> None:
+        pause(connection)
+        liar.serve(connection)
+
+    liar = Liar(steps=[pause, ASKS, reads, pause, OPENED], pause_seconds=0.5)
+    with tcp_server(serve) as port:
+        settings = settings_at(tmp_path, port)
+        settings["LD_PRELOAD"] = interpose(tmp_path, FAST_CLOCK)
+        assert unlock(settings).startswith("unlocked: ")
+
+
 # Importing paramiko takes two seconds, as it does from an SD card that is busy.
 SLOW_IMPORT = """
 import sys, time
@@ -545,7 +584,7 @@ def test_a_box_that_loads_paramiko_slowly(tmp_path: Path, silence: str) -> None:
     """It still reports in time, of which less is left to wait for a silent server."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORT)
     hole = blackhole("127.0.0.1", silent_port := free_port())
-    server = tcp_server(Liar(login_seconds=20).serve)
+    server = tcp_server(Liar(pause_seconds=20).serve)
     with server as port, hole, socket.create_server(("127.0.0.1", 0)) as mute:
         ports = [mute.getsockname()[1], port, silent_port]
         ports_of = dict(zip(SILENCES, ports, strict=True))

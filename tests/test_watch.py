@@ -3,7 +3,6 @@
 import contextlib
 import json
 import socket
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +14,7 @@ from conftest import (
     MACHINE,
     daemon,
     each,
-    need,
+    interpose,
     run_waker,
     shortened,
     wait_for,
@@ -100,9 +99,7 @@ def test_only_a_real_connection_means_an_open_port(tmp_path: Path) -> None:
 
     This happens to about 1 in 10,000 connections. Source: tcp_v4_err, tcp_ipv4.c
     """
-    library = tmp_path / "connect.so"
-    command = [need("gcc"), "-shared", "-fPIC", "-o", str(library), "-xc", "-"]
-    subprocess.run(command, input=b"int connect(void) { return 0; }", check=True)
+    library = interpose(tmp_path, "int connect(void) { return 0; }")
     by = "env", f"LD_PRELOAD={library}"
     seen = state("127.0.0.1", free_port(), free_port(), *by)
     assert seen[0] == "unknown"
