@@ -694,10 +694,10 @@ def test_polls_are_rare_while_nothing_happens(phone: Phone) -> None:
     """Every 3 s, and every 10 s once the server is up."""
     phone.stop_clock().tell("off").open().give_pin().sees("off").type_passphrase()
     for state, pause in (("off", 3), ("up", 10)):
-        count = phone.show(state).count("status")
+        count = phone.show(state).polls()
         for _ in range(4 * pause):  # each poll has a second of that for its answer
             phone.wait(1).has_no_poll_under_way()
-        assert 3 <= phone.count("status") - count <= 5
+        assert 3 <= phone.polls() - count <= 5
     assert phone.passphrase() == ""
 
 
@@ -721,9 +721,8 @@ def test_a_hidden_page_sends_no_requests_and_hides_what_is_shown(
 
         def rests() -> bool:
             page.wait_for_function("document.hidden")
-            count = len(phone.requests)
-            phone.wait(60)
-            return len(phone.requests) == count
+            count = phone.polls()
+            return phone.wait(60).polls() == count
 
         page.bring_to_front()
         phone.stop_clock().tell("off").open().part("pin").fill(PIN)
