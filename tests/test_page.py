@@ -670,6 +670,7 @@ def test_the_keyboard_alone_is_enough_and_focus_is_never_lost(phone: Phone) -> N
     for name, kind in (("Show", "text"), ("Hide", "password")):
         keyboard.press("Tab")
         assert phone.focus() == f"{name} passphrase"
+        expect(phone.part("show-passphrase")).to_have_text(name)
         assert phone.page.evaluate(ring) != "0px"
         keyboard.press("Enter")
         expect(phone.part("passphrase")).to_have_attribute("type", kind)
