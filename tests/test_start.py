@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from machine import (
     wait_until,
     wait_until_shown,
 )
-from namespaces import Home
+from namespaces import Home, ip
 
 import waker
 
@@ -114,24 +115,36 @@ def test_a_start_that_takes_too_long_says_what_it_saw(
     assert machine.packets() == [PACKET] * 3 * bool(ports)  # the next is due in 10 s
 
 
-def test_a_packet_that_cannot_be_sent_is_reported(home: Home, machine: Machine) -> None:
-    """A start goes on, as the link may fail for a moment, and says so at its end."""
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_packet_that_cannot_be_sent_is_reported(
+    home: Home, machine: Machine, is_first: bool
+) -> None:
+    """A start goes on, as the link may fail for a moment.
+
+    If no packet has left, it says so at its end.
+    """
     box, where = home[2], {"HOMELAB_HOST": "203.0.113.20", "HOMELAB_BROADCAST": ""}
-    program = shortened(machine.folder, START_SECONDS=3)
-    command = box.command()
+    program = shortened(machine.folder, START_SECONDS=4, PACKET_SECONDS=1)
+    route, command = "203.0.113.0/24 via 198.51.100.2", box.command()
+    if not is_first:
+        ip(f"-n {box.name} route add {route}")
     with daemon(machine.settings(**where), *command, program=program) as started:
         client = started.client
 
         def start() -> tuple[str, Any]:
-            error = client.log_in().call("POST", "/api/wol").error
-            client.start()
+            client.log_in().start()
+            if not is_first:
+                wait_until_shown(client, lambda now: now["woke"])
+                ip(f"-n {box.name} route delete {route}")
             wait_until_shown(client, lambda now: "trying again" in now["message"])
+            error = client.call("POST", "/api/wol").error
             return error, wait_until(client, "failed")
 
         error, ended = box.run(start)
     assert re.match("Failed to send WOL packet: .", error)
-    assert (ended["outcome"], ended["woke"]) == ("not_awake", False)
-    assert re.search("no magic packet.*unreachable", ended["message"])
+    assert (ended["outcome"], ended["woke"]) == ("not_awake", not is_first)
+    words = "no magic packet could be sent (Network is unreachable)"
+    assert (words in ended["message"]) == is_first
 
 
 # ---- Asking again --------------------------------------------------------------------
@@ -319,6 +332,8 @@ def test_a_start_that_cannot_unlock_wakes_nothing(machine: Machine) -> None:
 
 OFF = waker.PortStates(waker.PortState.SILENT, waker.PortState.SILENT)
 UP = OFF._replace(system=waker.PortState.OPEN)
+LOCKED = OFF._replace(initrd=waker.PortState.OPEN)
+UNLOCKED = '{"outcome": "unlocked", "sent": true, "message": "m", "hint": null}'
 
 
 class Scripted(waker.Watcher):
@@ -333,10 +348,12 @@ class Scripted(waker.Watcher):
         return self.states.pop(0)
 
 
-def starter_of(machine: Machine) -> tuple[waker.Starter, Scripted]:
+def starter_of(
+    machine: Machine, process: Sequence[str] = UNLOCK
+) -> tuple[waker.Starter, Scripted]:
     config = machine.config(machine.settings(PIN=PIN))
     watcher = Scripted(config)
-    return waker.Starter(config, watcher, (UNLOCK, {})), watcher
+    return waker.Starter(config, watcher, (process, {})), watcher
 
 
 def run_start(starter: waker.Starter, ago: float = 0, *, cancel: bool = False) -> Any:
@@ -387,13 +404,17 @@ class Unnamed(type):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_bug_ends_a_start_and_the_next_may_begin(machine: Machine) -> None:
-    """No process had begun, so nothing was sent."""
-    starter, watcher = starter_of(machine)
+    """It says whether the passphrase may have been sent."""
+    starter, watcher = starter_of(machine, ["/bin/echo", UNLOCKED])
     for kind, words in ((type, "bug: Bug.*was not sent"), (Unnamed, "")) * 2:
         watcher.error = kind("Bug", (Exception,), {})
         start = run_start(starter)["start"]
         assert (start["phase"], start["sent"]) == ("failed", False)
         assert re.search(words, start["message"])
+    watcher.error, watcher.states = None, [LOCKED]  # the next look is a bug
+    start = run_start(starter)["start"]
+    assert (start["phase"], start["sent"]) == ("failed", True)
+    assert re.search("bug: IndexError.* may have been sent", start["message"])
 
 
 def test_a_start_that_gets_no_thread_has_not_begun(machine: Machine) -> None:
