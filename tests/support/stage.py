@@ -2,7 +2,8 @@
 
 import itertools
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,6 +110,14 @@ class Phone:
         self.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
         return self
 
+    def until(self, look: Callable[[], object], pause: float = 10) -> "Phone":
+        """Let Playwright and the page work until that is true. The pause is in ms."""
+        deadline = time.monotonic() + 50  # seconds
+        while not look():
+            assert time.monotonic() < deadline, self.page.inner_text("main")
+            self.page.wait_for_timeout(pause)
+        return self
+
     def part(self, name: str) -> Locator:
         return self.page.locator(f"#{name}")
 
@@ -150,9 +159,8 @@ class Phone:
 
     def has_no_poll_under_way(self) -> "Phone":
         """Wait until each has been answered or given up."""
-        while self.ended.count(self.page.url + "api/status") < self.polls():
-            self.page.wait_for_timeout(1)  # ms
-        return self
+        url = self.page.url + "api/status"
+        return self.until(lambda: self.ended.count(url) >= self.polls(), 1)
 
     def marks(self, count: int) -> "Phone":
         """Assert that so many fields are marked as wrong."""
@@ -230,9 +238,7 @@ class Phone:
 
     def take_held(self) -> Route:
         """Wait until a request is held: the page may not have sent it yet."""
-        while not self.held:
-            self.page.wait_for_timeout(10)  # ms, in which Playwright can hold it
-        return self.held.pop()
+        return self.until(lambda: self.held).held.pop()
 
     def lose_connection(self) -> "Phone":
         self.page.route("**/api/status", lambda route: route.abort())
@@ -295,13 +301,14 @@ class Phone:
         main = self.page.locator("main")
 
         def is_drawn() -> bool:
+            found = main.get_attribute("data-view") == state
             if start:  # it may be folded away
-                return members["message"].lower() in (main.text_content() or "").lower()
-            return main.get_attribute("data-view") == state
+                found = members["message"] in (main.text_content() or "")
+            if not found:  # a poll that is under way brings what was told before
+                self.look()
+            return found
 
-        while not is_drawn():  # a poll that is under way brings what was told before
-            self.look().page.wait_for_timeout(50)  # ms
-        return self
+        return self.until(is_drawn, 50)
 
     def stop_clock(self) -> "Phone":
         """Let time pass only when a test says so."""
