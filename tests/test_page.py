@@ -41,6 +41,7 @@ FONTS = CHECKOUT / "tests/support/browsers/fonts.conf"
 # What the console shows if a request is refused or lost on purpose.
 EXPECTED = re.compile(r"Failed to load resource: (.* (40[01349]|429|50\d) |net::ERR_)")
 STARTED = {"message": "Started"}
+EXPIRED = {"error": "Expired"}
 OLD = {"name": "Home server", "state": "off", "start": None}
 expect.set_options(timeout=60_000)
 
@@ -391,26 +392,27 @@ def test_while_requests_hang_one_more_is_sent_and_what_is_shown_is_called_old(
     answer = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n{body}"
     with waker.listen(("127.0.0.1", client.port)) as silent:
         silent.settimeout(10)  # seconds
-        phone.look()
+        phone.wait(2).look()
         with silent.accept()[0] as first:
             assert first.recv(4) == b"GET "
-            phone.wait(3.5)
+            phone.wait(2.5)
+            assert phone.polls() == 1  # though the last answer is 4.5 s old
+            phone.wait(1)
             with silent.accept()[0] as second:
                 assert second.recv(4) == b"GET "
                 phone.wait(5).is_current().wait(3).reads("is slow").sees("off")
-                assert phone.count("status") == 2
+                assert phone.polls() == 2
                 second.sendall(answer.encode())
                 phone.sees("locked").is_current()
 
 
 def test_a_late_answer_changes_nothing(phone: Phone) -> None:
     phone.stop_clock().answer("start", 200, STARTED)
-    expired = {"error": "Expired"}
     # What happens while the answer is under way, the answer, and what stays.
     steps: list[tuple[Callable[[], object], int, object, str]] = [
         (lambda: phone.tell("up").wait(3.5), 200, OLD, "up"),
         (lambda: phone.ignore("status").start(), 200, OLD, "starting"),
-        (lambda: phone.expire().wait(3.5).tell("off").give_pin(), 401, expired, "off"),
+        (lambda: phone.expire().wait(3.5).tell("off").give_pin(), 401, EXPIRED, "off"),
     ]
     for happens, status, body, view in steps:
         phone.tell("off").open().give_pin().sees("off")
@@ -508,8 +510,9 @@ def test_a_pin_can_be_corrected_on_an_open_keyboard(phone: Phone) -> None:
     assert phone.bottom("message") <= 340  # px that its keyboard leaves
     assert phone.css("pin", "outline-color") == phone.css("message", "color")
     phone.page.keyboard.type(PIN)  # replaces what was typed, because it is selected
-    phone.page.get_by_role("button", name="Sign in").tap()
-    phone.sees("off").page.get_by_role("button", name="Show").tap()
+    phone.press("Show").page.get_by_role("button", name="Sign in").tap()
+    expect(phone.sees("off").part("pin")).to_have_attribute("type", "password")
+    phone.page.get_by_role("button", name="Show").tap()
     expect(phone.part("passphrase")).to_have_attribute("type", "text")
     assert phone.focus() == "passphrase"
     signs.append(phone.part("glyph").get_attribute("d"))
@@ -567,13 +570,17 @@ def test_a_token_without_a_status_leaves_the_pin_in_its_field(phone: Phone) -> N
 def test_a_passphrase_without_an_answer_may_have_arrived(phone: Phone) -> None:
     maybe = "may have got through"
     phone.stop_clock().tell("off").open().give_pin().sees("off")
-    phone.hold("start").start().take_held()
+    phone.hold("start").start().is_busy().take_held()
     phone.wait(14).is_busy().wait(1.5).reads(maybe).sees("off")
     assert phone.passphrase() == PASSPHRASE
     phone.show("locked").does_not_read(maybe).show("off").does_not_read(maybe)
     phone.hold("start").start().tell("off", "waking").take_held().abort()
     phone.wait(4).sees("starting").does_not_read(maybe)
-    phone.open().give_pin().sees("starting")
+    phone.open().give_pin().sees("starting").answer("start", 200, STARTED)
+    phone.tell("off", "cancelled", "cancelled").press("Cancel").sees("off")  # at once
+    phone.type_passphrase().press("Show").tell("up").wait(4).sees("up")
+    assert phone.passphrase() == ""
+    expect(phone.part("passphrase")).to_have_attribute("type", "password")
 
 
 def test_signing_in_again_loses_neither_passphrase_nor_start(phone: Phone) -> None:
@@ -585,12 +592,14 @@ def test_signing_in_again_loses_neither_passphrase_nor_start(phone: Phone) -> No
     expect(phone.page.get_by_role("status")).to_contain_text("Signed out")
     phone.offers("Sign in again", "Wake only").press("Sign in again").sees("pin")
     phone.reads("Enter your PIN again").tell("off").give_pin().sees("off")
+    phone.answer("start", 401, EXPIRED).press("Wake and unlock").sees("pin")
+    phone.tell("off").give_pin().sees("off")
     phone.offers("Wake and unlock", "Wake only").show("off", "waking").sees("starting")
     phone.expire().reads("Signed out during a start").does_not_read("Details")
     phone.tell("off", "waking").give_pin().sees("starting")
     # After its restart, waker knows nothing of a start.
     phone.expire().sees("pin").tell("off").give_pin().reads(lost)
-    assert (phone.passphrase(), phone.count("start")) == (PASSPHRASE, 0)
+    assert (phone.passphrase(), phone.count("start")) == (PASSPHRASE, 1)
     phone.show("locked").does_not_read(lost)
     phone.show("off", "waking").sees("starting").show("up").does_not_read(lost)
 
@@ -611,6 +620,7 @@ def test_a_wrong_passphrase_is_told_with_what_may_help(phone: Phone) -> None:
             phone.reads("It began or ended with a space")
     phone.does_not_read("a space")
     assert phone.count("start") == 4  # without the one with a tab
+    phone.show("booting", "booting", "unlocked").show(*wrong).sees("locked").marks(0)
 
 
 def test_typing_is_not_interrupted_by_news(phone: Phone) -> None:
@@ -794,6 +804,8 @@ def test_the_next_visit_knows_the_name_and_the_keypad(phone: Phone) -> None:
         page.goto(f"{base}/{path}/")
         expect(page).to_have_title(f"Number {path}")
         expect(phone.part("pin")).to_have_js_property("inputMode", keypad)
+        app = page.locator("[name=apple-mobile-web-app-title]")
+        expect(app).to_have_attribute("content", f"Number {path}")
         manifest = str(page.locator("[rel=manifest]").get_attribute("href"))
         known = json.loads(unquote(manifest.partition(",")[2]))
         assert (known["name"], known["display"]) == (f"Number {path}", "standalone")

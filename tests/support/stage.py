@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
+from xml.dom import minidom
 
 from conftest import PASSPHRASE, PIN, Client
 from playwright.sync_api import FloatRect, Locator, Page, Route, expect
@@ -196,8 +198,12 @@ class Phone:
         style = f"(e) => getComputedStyle(e).getPropertyValue('{name}')"
         return str(self.part(part).evaluate(style))
 
-    def icon(self) -> str | None:
-        return self.page.locator("[rel=icon]").get_attribute("href")
+    def icon(self) -> str:
+        """Return the SVG of the tab's icon."""
+        href = self.page.locator("[rel=icon]").get_attribute("href") or ""
+        text = unquote(href.removeprefix("data:image/svg+xml,"))
+        minidom.parseString(text)  # it is well-formed
+        return text
 
     def dawn(self) -> float:
         """Return how much of the day has come: 0 is night."""
