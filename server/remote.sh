@@ -2,7 +2,6 @@
 # Run prepare.py on a server, as root. from_box.py sends this in the command line of ssh,
 # with the files of this folder and the arguments of prepare.py for the words in @.
 
-PATH=$PATH:/usr/sbin:/sbin
 if ! python3 -c 'import json, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
     echo 'The server needs Python 3.11 or later, with all its parts. As root, run this there:'
     echo '    apt install python3'
