@@ -970,6 +970,57 @@ def test_dracuts_module_refuses_a_disk_on_the_network(server: Server) -> None:
     assert run_module(server, "check; echo $?", ON_LVM["disks"]) == "255\n"
 
 
+SSH = "/etc/initrd-ssh"
+COPIES = {  # files of the server by their place in the image
+    "etc/systemd/network/00-lan.network": f"{SSH}/lan.network",
+    "etc/initrd-ssh/authorized_keys": f"{SSH}/authorized_keys",
+    "etc/initrd-ssh/host_key": f"{SSH}/host_key",
+    "etc/initrd-ssh/sshd_config": f"{prepare.MODULE}/sshd_config",
+    "usr/bin/cryptroot-unlock": f"{prepare.MODULE}/cryptroot-unlock",
+    "usr/bin/clean-card": f"{prepare.MODULE}/clean-card",
+}
+NEEDED = (
+    *("systemd-cryptsetup", "sshd", "systemd-reply-password", "systemd-networkd"),
+    "clean-card.service",
+)
+
+
+def test_dracuts_image_is_examined(server: Server) -> None:
+    """An image that was prepared and, after an undo, one that is bare."""
+    image = server.folder / "dracut"
+    server.write("/usr/bin/lsinitrd", f"#!/bin/sh\ncp -a {image}/. .\n", 0o755)
+    server.write("/boot/image", "")
+    for name in COPIES.values():
+        server.write(name, name)
+
+    def examine(state: str, *missing: str, options: str = "") -> str:
+        shutil.rmtree(image, ignore_errors=True)
+        table = {"etc/crypttab": f"vda2_crypt UUID=x none {options}\n"}
+        for name, text in (COPIES | table | dict.fromkeys(NEEDED, "")).items():
+            if name not in missing:
+                image.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
+                image.joinpath(name).write_text(text)
+        command = f"sh server/examine {state} /boot/image 6.1 dracut vda2_crypt ''"
+        return server.run(command, check=False)
+
+    right = "x-initrd.attach,tries=0"
+    assert examine("prepared", options=right) == ""
+    for name, text in COPIES.items():
+        said = examine("prepared", name, options=right)
+        assert said == f"its {name} differs from {text}\n"
+    for name in NEEDED:
+        assert examine("prepared", name, options=right) == f"it has no {name}\n"
+    for part in right.split(","):
+        words = "its etc/crypttab does not have the right options"
+        assert examine("prepared", options=part).startswith(words)
+    assert examine("bare", *COPIES, *NEEDED[1:]) == ""
+    assert "no systemd-cryptsetup" in examine("bare", *NEEDED)
+    for line, wrong in (("rd.luks.uuid=x", False), ("quiet", True)):
+        (server.folder / "cmdline").write_text(line)
+        said = examine("bare", "etc/crypttab")
+        assert ("etc/crypttab has no line for vda2_crypt" in said) == wrong
+
+
 # What a server with systemd-networkd does, until clean-card has ended.
 CLEAN = r"""
 mount --make-rprivate /
