@@ -960,8 +960,12 @@ def test_dracuts_image_assembles_the_arrays_of_the_root_alone(server: Server) ->
     assert run_module(server, commands, ON_LVM["disks"]) == ""
 
 
-def test_dracuts_module_refuses_a_disk_on_the_network(server: Server) -> None:
+def test_dracuts_module_refuses_an_image_that_nobody_can_unlock(server: Server) -> None:
+    """Without an address or a key, or if a disk is on the network."""
     for name in ("lan.network", "authorized_keys"):
+        said = run_module(server, "check; echo $?", ON_LVM["disks"])
+        assert said.startswith(f"error: initrd-ssh: /etc/initrd-ssh/{name} is missing")
+        assert said.endswith("\n1\n")
         server.write(f"/etc/initrd-ssh/{name}", "x")
     for device in ("sda disk iscsi", "nbd0 disk"):
         said = run_module(server, "check; echo $?", f"vda2_crypt crypt\n{device}\n")
