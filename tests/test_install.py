@@ -117,12 +117,19 @@ env_file=./waker.env
 """
 INSTANCE = """\
 user_add waker  group_add_next waker
+chown root:waker /etc/waker
+chmod 0750 /etc/waker
 find /etc/waker -type f -exec chown waker:waker {} ; -exec chmod 0600 {} ;
 chown root:waker ./waker.env
 chmod 0640 ./waker.env
 procd_set_param command /usr/bin/waker --env-file ./waker.env
 procd_set_param user waker
+procd_set_param file ./waker.env
 procd_set_param respawn 3600 5 0
+procd_set_param term_timeout 100
+procd_set_param stdout 1
+procd_set_param stderr 1
+procd_close_instance
 """
 REFUSAL = "so waker is not started"
 ROUTERS = {
