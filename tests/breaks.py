@@ -74,7 +74,7 @@ def find_block(text: str, name: str, indent: str) -> re.Match[str]:
 
 def write_pattern(code: str, comment: str) -> str:
     """Write a pattern that finds code, however it is laid out."""
-    gap = rf"(?:\s|(?<=\s){comment}.*|,(?=\s*[])}}]))*+"
+    gap = rf"(?:\s|(?<=\s){comment}.*$|,(?=\s*[])}}]))*"
     tokens = map(re.escape, re.findall(TOKEN, code))
     return rf"(?:\b|(?=\W)){gap.join(tokens)}(?:\b|(?<=\W))"
 
