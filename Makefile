@@ -17,8 +17,7 @@ CONFIG := $(DESTDIR)/etc/waker
 KEY := $(CONFIG)/ssh_key
 CARD := dist/card/waker
 # The Python that will run the program compiles it, unless it is on another computer.
-PACK := $(or $(wildcard /usr/bin/python3),$(PYTHON)) -IS box/pack.py \
-	$(if $(DESTDIR)$(filter procd,$(INIT)),--source)
+COMPILE := $(if $(DESTDIR)$(filter procd,$(INIT)),,--compile)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1	/p' $(MAKEFILE_LIST) | expand -t 20
@@ -29,9 +28,9 @@ demo: $(VENV)/run ## try waker with a make-believe server; LISTEN=0.0.0.0:8080
 run: $(VENV)/run ## run the daemon, with settings from the environment or ENV_FILE=FILE
 	@$(BIN)/python waker.py $(if $(ENV_FILE),--env-file $(ENV_FILE))
 
-dist: ## build the one file to install, dist/waker; INIT=procd for OpenWrt
+dist: ## build the one file to copy, dist/waker
 	mkdir -p dist
-	$(PACK) . dist/waker
+	$(PYTHON) -IS box/pack.py . dist/waker
 
 card: dist ## make what a Raspberry Pi's SD card needs, dist/card
 	install -d -m 700 $(CARD)
@@ -62,7 +61,9 @@ ifeq ($(DESTDIR),)
 endif
 
 install-program: dist
-	install -D -m 755 dist/waker "$(PROGRAM).new"
+	$(or $(wildcard /usr/bin/python3),$(PYTHON)) -IS box/pack.py $(COMPILE) \
+		dist/waker dist/installed
+	install -D -m 755 dist/installed "$(PROGRAM).new"
 	mv -f "$(PROGRAM).new" "$(PROGRAM)" # a running waker starts it at every unlock
 
 install-systemd: install-program

@@ -1,73 +1,98 @@
-"""Join waker.py and ui.html into one program, a zip application (PEP 441).
+"""Join the sources into one file, a zip application (PEP 441).
 
-    python3 -IS box/pack.py [--source] FROM TO
+    python3 -IS box/pack.py [--compile] FROM TO
 
-FROM is a folder with both, or a program that was packed before. TO contains both, and
-waker.py compiled by this Python, so that it starts at once. Other Pythons use the
-source. --source leaves the compiled code out. The same files and the same Python make
-the same bytes, which you can compare with `cmp`.
+FROM is a checkout, or a program that was packed before. TO has waker.py, the page, what
+sets up a box and a server, and nothing compiled: compiled code would run in place of
+the source that somebody has read. The same sources make the same bytes.
+
+--compile adds the code of this Python for each source that the box runs, so that it
+starts at once. It is for the file that is installed, which the same Python makes again
+to the byte. A packed program that has compiled code already is refused.
 """
 
 import argparse
-import py_compile
+import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
 SHEBANG = b"#!/usr/bin/python3\n"  # Debian's python3-paramiko is for this one
-MAIN = b"import sys\n\nimport waker\n\nsys.exit(waker.main(sys.argv))\n"
+TOP = "waker.py", "ui.html", "waker.service", "waker.init", "waker.env.example"
+FOLDERS = "box", "server"
 
 
-def read_files(source: Path) -> dict[str, bytes]:
-    """Read both files. Raises: OSError, KeyError."""
-    names = "waker.py", "ui.html"
+def read_sources(source: Path) -> dict[str, bytes]:
+    """Return the contents of the files, by their names in the program.
+
+    Raises: OSError, BadZipFile if a file is damaged, ValueError if one is compiled.
+    """
     if source.is_dir():
-        return {name: source.joinpath(name).read_bytes() for name in names}
+        paths = [source / name for name in TOP]
+        for folder in FOLDERS:
+            paths += [path for path in source.glob(f"{folder}/**/*") if path.is_file()]
+        files = {
+            path.relative_to(source).as_posix(): path.read_bytes()
+            for path in paths
+            if path.suffix != ".pyc"
+        }
+        # Python runs this one of the program. In a checkout, it is `python3 -m box`.
+        return files | {"__main__.py": files["box/__main__.py"]}
     with zipfile.ZipFile(source) as archive:
-        return {name: archive.read(name) for name in names}
+        names = archive.namelist()
+        for name in names:
+            if name.endswith(".pyc"):
+                raise ValueError(f"{name} would run in place of its source")
+        return {name: archive.read(name) for name in names}  # compares checksums
 
 
-def compile_code(source: bytes) -> bytes:
-    """Compile waker.py. Raises: PyCompileError."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "waker.py")
-        file.write_bytes(source)
-        # Without a time stamp, which Python would compare in local time: in any other
-        # time zone, it would use the source.
-        mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
-        compiled = f"{file}c"
-        py_compile.compile(
-            str(file), compiled, file.name, doraise=True, invalidation_mode=mode
-        )
-        return Path(compiled).read_bytes()
+def compile_sources(files: dict[str, bytes]) -> dict[str, bytes]:
+    """Return the code of what the box runs. Raises: ValueError."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for source, data in files.items():
+            if source.endswith(".py") and not source.startswith("server/"):
+                folder.joinpath(source).parent.mkdir(exist_ok=True)
+                folder.joinpath(source).write_bytes(data)
+        # In a process of its own, because the bytes depend on what else it has loaded.
+        # Without time stamps, which Python would compare in local time: in any other
+        # time zone, it would use the sources.
+        compiler = [sys.executable, "-IS", "-m", "compileall", "-q", "-b"]
+        options = ["--invalidation-mode=unchecked-hash", "-s", name, name]
+        if subprocess.run([*compiler, *options], check=False).returncode:
+            raise ValueError("one of its sources cannot be compiled")
+        codes = sorted(folder.rglob("*.pyc"))
+        return {str(code.relative_to(folder)): code.read_bytes() for code in codes}
 
 
 def pack(source: Path, target: Path, *, with_code: bool) -> None:
     """Write the program; `target` stays as it is until that is complete."""
-    files = read_files(source) | {"__main__.py": MAIN}
+    files = read_sources(source)
     if with_code:
-        files["waker.pyc"] = compile_code(files["waker.py"])
+        files |= compile_sources(files)
     part = target.with_name(f"{target.name}.part")
     with part.open("wb") as file:
         file.write(SHEBANG)
         # Not compressed, which takes time, and differs from zlib to zlib.
         with zipfile.ZipFile(file, "w") as archive:
-            for name, data in files.items():
-                archive.writestr(zipfile.ZipInfo(name), data)  # dated 1980
+            for name, data in sorted(files.items()):
+                member = zipfile.ZipInfo(name)  # dated 1980
+                member.external_attr = 0o644 << 16  # or unzip lets nobody read it
+                archive.writestr(member, data)
     part.chmod(0o755)
     part.replace(target)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--source", action="store_true", help="leave the code out")
-    parser.add_argument("FROM", type=Path, help="a folder, or a program")
+    parser.add_argument("--compile", action="store_true", help="add compiled code")
+    parser.add_argument("FROM", type=Path, help="a checkout, or a program")
     parser.add_argument("TO", type=Path, help="the program to write")
     given = parser.parse_args()
     try:
-        pack(given.FROM, given.TO, with_code=not given.source)
-    except (OSError, KeyError, zipfile.BadZipFile, py_compile.PyCompileError) as error:
+        pack(given.FROM, given.TO, with_code=given.compile)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
         sys.exit(f"{given.FROM} cannot be packed: {error}")
 
 

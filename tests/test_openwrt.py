@@ -4,9 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conftest import CHECKOUT, PASSPHRASE, PIN, daemon, environment, make
+from conftest import CHECKOUT, PASSPHRASE, PIN, daemon, environment
 from machine import Machine
-from test_pack import SOURCES, pack, run
+from test_pack import pack, run, unpack
 
 # Modules that are neither in python3-light nor in the dependencies of python3-paramiko,
 # except for those that only these modules import. Source:
@@ -25,9 +25,7 @@ def test_the_one_file_and_the_documented_packages_are_enough(
     page = CHECKOUT.joinpath("docs/openwrt.md").read_text()
     assert "    opkg update && opkg install python3-paramiko\n" in page
     assert "    apk update && apk add python3-paramiko python3-six\n" in page
-    assert "    make dist INIT=procd\n" in page
-    make(tmp_path, "dist", "INIT=procd")
-    program, link = tmp_path / "dist/waker", tmp_path / "link"
+    program, link = pack(CHECKOUT, tmp_path / "waker"), tmp_path / "link"
     link.symlink_to(program)
     blocker = f"import sys\nsys.modules.update(dict.fromkeys({BLOCKED.split()}))\n"
     tmp_path.joinpath("sitecustomize.py").write_text(blocker)  # None cannot be imported
@@ -43,10 +41,11 @@ def test_the_one_file_and_the_documented_packages_are_enough(
     assert "root can log in" in shown
     with daemon(openwrt, *read_only, program=command) as started:
         # In the new archive, everything has another place.
-        for name in SOURCES:
-            with tmp_path.joinpath(name).open("a") as file:
+        newer = unpack(program, tmp_path / "newer")
+        for name in ("waker.py", "ui.html"):
+            with newer.joinpath(name).open("a") as file:
                 file.write("\n" * 999)
-        pack(tmp_path, program)
+        pack(newer, program)
         client = started.client.log_in()
         assert client.status()["state"] == "locked"
         assert client.call("POST", "/api/wol").status == 200

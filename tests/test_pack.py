@@ -6,23 +6,33 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import CHECKOUT, make, need, run_waker
+from conftest import (
+    CHECKOUT,
+    PIN,
+    blocks,
+    environment,
+    make,
+    need,
+    run_waker,
+)
 
 import waker
 
-SOURCES = ["waker.py", "ui.html"]
-NAMES = [*SOURCES, "__main__.py"]  # and the code, if it is compiled
+TOP = ["ui.html", "waker.env.example", "waker.init", "waker.py", "waker.service"]
+RUN = {"__main__.py", "waker.py", *(f"box/{p.name}" for p in CHECKOUT.glob("box/*.py"))}
+COMPILE = "--compile"
 
 
-def pack(source: Path, target: Path, *limits: str) -> Path:
+def pack(source: Path, target: Path, *options: str, by: tuple[str, ...] = ()) -> Path:
     """Pack the program with this Python."""
-    command = [*limits, sys.executable, "-IS", str(CHECKOUT / "box/pack.py")]
+    command = [*by, sys.executable, "-IS", str(CHECKOUT / "box/pack.py"), *options]
     subprocess.run([*command, str(source), str(target)], check=True)
     return target
 
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
+    """The one file, as people copy it."""
     return pack(CHECKOUT, tmp_path / "waker")
 
 
@@ -39,39 +49,89 @@ def replace(program: Path, name: str, data: bytes) -> None:
         archive.writestr(name, data)
 
 
-def test_the_same_sources_make_the_same_program(tmp_path: Path) -> None:
-    """So people can compare what is installed with what they have read."""
-    built = []
-    for zone in ("UTC", "EST5EDT"):
-        make(tmp_path / zone, "dist", f"TZ={zone}")
-        built.append(tmp_path / zone / "dist/waker")
-    assert built[0].read_bytes() == built[1].read_bytes()
-    assert built[0].stat().st_mode & 0o777 == 0o755  # README: sudo dist/waker check
-    with zipfile.ZipFile(built[0]) as archive:
-        assert archive.namelist() == [*NAMES, "waker.pyc"]
-        for name in SOURCES:
-            assert archive.read(name) == (CHECKOUT / name).read_bytes()
-    # Its files have other dates than their copies, and the archive has none.
-    whole = {
-        pack(origin, tmp_path / "packed").read_bytes()
-        for origin in (CHECKOUT, tmp_path / "UTC", built[1])
-    }
-    assert len(whole) == 1
+# ---- What is in it -------------------------------------------------------------------
+
+
+def test_the_file_has_each_source_and_nothing_else(program: Path) -> None:
+    folders = [*CHECKOUT.glob("box/**/*"), *CHECKOUT.glob("server/**/*")]
+    sources = {str(path.relative_to(CHECKOUT)) for path in folders if path.is_file()}
+    sources = {name for name in sources if "__pycache__" not in name}
+    with zipfile.ZipFile(program) as archive:
+        assert archive.namelist() == sorted({"__main__.py", *TOP, *sources})
+        for name in (*TOP, *sources):
+            assert archive.read(name) == CHECKOUT.joinpath(name).read_bytes()
+
+
+def test_the_same_sources_make_the_same_file_with_any_python(
+    program: Path, tmp_path: Path
+) -> None:
+    """Even those that were unpacked, which have other dates."""
+    make(tmp_path / "copy", "dist", "PYTHON=/usr/bin/python3")
+    made = tmp_path / "copy/dist/waker"
+    assert made.read_bytes() == program.read_bytes()
+    assert made.stat().st_mode & 0o777 == 0o755  # README: sudo dist/waker check
+    for origin in (program, unpack(program, tmp_path / "unpacked")):
+        assert pack(origin, tmp_path / "again").read_bytes() == program.read_bytes()
+
+
+def unpack(program: Path, folder: Path) -> Path:
+    """Unpack it with Python's own tool, as README says."""
+    command = [sys.executable, "-m", "zipfile", "-e", str(program), str(folder)]
+    subprocess.run(command, check=True)
+    return folder
 
 
 def test_what_cannot_be_packed_replaces_no_program(
     program: Path, tmp_path: Path
 ) -> None:
     before = program.read_bytes()
-    wrong = tmp_path / "wrong"
-    wrong.mkdir()
-    wrong.joinpath("ui.html").touch()
+    wrong = unpack(program, tmp_path / "wrong")
     wrong.joinpath("waker.py").write_text("no Python")
     full = need("prlimit"), "--fsize=99999"
-    for source, limits in ((wrong, ()), (CHECKOUT / "README.md", ()), (CHECKOUT, full)):
+    no_zip = CHECKOUT / "README.md"
+    for source, by in ((wrong, ()), (no_zip, ()), (CHECKOUT, full)):
         with pytest.raises(subprocess.CalledProcessError):
-            pack(source, program, *limits)
+            pack(source, program, COMPILE, by=by)
         assert program.read_bytes() == before
+
+
+# ---- What is installed ---------------------------------------------------------------
+
+
+def test_what_is_installed_is_what_was_read(program: Path, tmp_path: Path) -> None:
+    """README's command shows it. The code runs, so to compare sources shows nothing."""
+    need("cmp")
+    installed = pack(program, tmp_path / "installed", COMPILE)
+    with zipfile.ZipFile(installed) as archive:
+        names = {name for name in archive.namelist() if name.endswith(".pyc")}
+    assert names == {f"{name}c" for name in RUN}
+    commands = "\n".join(blocks("README.md", "## Read what you run"))
+    commands = commands.replace("/usr/local/bin/waker", str(installed))
+    commands = commands.replace("/usr/bin/python3", sys.executable)
+    script = ["sh", "-ec", commands]
+    subprocess.run(script, cwd=tmp_path, check=True)
+
+    other = CHECKOUT.joinpath("waker.py").read_bytes().replace(b"< expiry", b"> expiry")
+    tampered = unpack(program, tmp_path / "tampered")
+    tampered.joinpath("waker.py").write_bytes(other)
+    code = pack(tampered, tmp_path / "code", COMPILE)
+    with zipfile.ZipFile(code) as archive:
+        replace(installed, "waker.pyc", archive.read("waker.pyc"))
+    ended = subprocess.run(script, cwd=tmp_path, capture_output=True, check=False)
+    assert (ended.returncode, b"differ" in ended.stdout) == (1, True)
+
+
+def test_a_file_with_compiled_code_is_not_installed(
+    program: Path, tmp_path: Path
+) -> None:
+    """It would run in place of the source that somebody has read."""
+    with zipfile.ZipFile(program, "a") as archive:
+        archive.writestr("box/check.pyc", b"")
+    command = [sys.executable, str(CHECKOUT / "box/pack.py"), COMPILE]
+    command += [str(program), str(tmp_path / "installed")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "box/check.pyc would run in place of its source" in ended.stderr
+    assert (ended.returncode, [*tmp_path.iterdir()]) == (1, [program])
 
 
 def test_the_compiled_code_is_what_runs_unless_this_python_differs(
@@ -79,6 +139,7 @@ def test_the_compiled_code_is_what_runs_unless_this_python_differs(
 ) -> None:
     """Python compares time stamps, if there are any, in local time."""
     right = 0, f"waker {waker.__version__}\n"
+    pack(program, program, COMPILE)
     replace(program, "waker.py", b"no Python")
     for zone in ("UTC", "Europe/Berlin"):
         assert run(program, "--version", TZ=zone) == right
@@ -88,9 +149,32 @@ def test_the_compiled_code_is_what_runs_unless_this_python_differs(
     assert run(program, "--version") == right
 
 
+# ---- What it does --------------------------------------------------------------------
+
+
 def test_its_statuses_and_messages_are_those_of_the_checkout(program: Path) -> None:
-    assert run(program, "--help")[1].startswith("usage: waker [")
     for arguments in (["--env-file", "/nowhere"], ["unlock"]):
         here = run_waker(*arguments)
         assert here.returncode
         assert run(program, *arguments) == (here.returncode, here.stdout + here.stderr)
+
+
+def test_it_runs_from_any_folder_and_under_any_name(
+    program: Path, tmp_path: Path
+) -> None:
+    """Another package may have the name of ours, as PyPI's python-box does."""
+    for folder in ("here", "packages/box"):
+        (tmp_path / folder).mkdir(parents=True)
+    for module in ("here/box.py", "here/waker.py", "packages/box/__init__.py"):
+        (tmp_path / module).write_text("raise SystemExit('another one')")
+    moved = program.rename(tmp_path / "here/its name.zip.new")
+    ended = subprocess.run(
+        [sys.executable, str(moved), "unlock"],
+        cwd=tmp_path / "here",
+        env=environment({"PYTHONPATH": str(tmp_path / "packages"), "WAKER_PIN": PIN}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 78
+    assert ended.stderr.startswith("WAKER_HOMELAB_HOST is not set")

@@ -49,7 +49,8 @@ server.serve_forever()
 """
 EMPTY = sys.executable, "-c", EMPTY_SERVER
 LATER = "MB after 1,000, and an unlock by waker"
-WAKER = sys.executable, str(CHECKOUT / "dist/waker")
+INSTALLED = CHECKOUT / "dist/installed"
+WAKER = sys.executable, str(INSTALLED)
 
 
 def show_row(*cells: str) -> None:
@@ -117,6 +118,8 @@ def compare(
 def main(times: int) -> int:
     """Print tables and promises; returns 0 if all is as it is promised."""
     print(os.cpu_count(), "processors,", "Python", platform.python_version())
+    compiler = [sys.executable, "-IS", str(CHECKOUT / "box/pack.py"), "--compile"]
+    subprocess.run([*compiler, CHECKOUT / "dist/waker", INSTALLED], check=True)
     with tempfile.TemporaryDirectory() as name, closing(Machine(Path(name))) as machine:
         show_head("server", "ms to the first page", "MB", "pages a second", LATER)
         rounds = [(serve(machine, EMPTY), serve(machine, WAKER)) for _ in range(times)]
