@@ -1,7 +1,7 @@
 #!/usr/bin/python3
 """Wake one machine by magic packet and unlock its encrypted disk over SSH.
 
-    waker.py [--env-file FILE] [serve | check | unlock | state]
+    waker.py [--env-file FILE] [serve | unlock | state]
 
 Away from home, you type a PIN and the disk's passphrase into a web page. This daemon,
 on a Raspberry Pi or router near the machine, wakes the machine, watches it and unlocks
@@ -30,7 +30,6 @@ import base64
 import contextlib
 import enum
 import errno
-import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -42,7 +41,6 @@ import re
 import resource
 import secrets
 import select
-import shutil
 import signal
 import socket
 import socketserver
@@ -54,7 +52,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import IPv4Address
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NewType, TypeVar, cast
 from zipimport import zipimporter
@@ -66,6 +63,7 @@ if TYPE_CHECKING:  # imported only where needed, to save memory; paramiko takes 
     from paramiko import Channel, PKey, Transport
 
 __version__ = "3.1.0"
+HERE: Final = Path(__file__).resolve().parent  # a folder, or what `make dist` makes
 
 # ---- Values --------------------------------------------------------------------------
 # Parsers raise ValueError. No repr shows a secret.
@@ -99,7 +97,6 @@ class Pin:
             raise ValueError
         # Not to hide it: `compare_digest` needs equal lengths to take equal time.
         self._digest: Final = sha256(text.encode())
-        self.is_number: Final = text.isdecimal()
 
     def matches(self, text: str) -> bool:
         return secrets.compare_digest(sha256(text.encode()), self._digest)
@@ -512,19 +509,10 @@ MAX_LINE: Final = 65536  # bytes of output; no initrd writes a longer line
 MAX_DISKS: Final = 16  # disks to answer; a lying server could keep asking
 SENT_REPORT: Final = b'{"sent": true}'  # printed before the passphrase is sent
 NOT_PINNED: Final = "no host key is pinned; run waker check while the initrd waits"
+NO_PARAMIKO: Final = (
+    "paramiko is missing or incomplete; run `waker check`, which names its package"
+)
 ANY_ERROR: Final = Exception  # paramiko re-raises whatever ended its thread
-
-
-def explain_no_paramiko() -> str:
-    """Say how to install paramiko on this system."""
-    packages = {
-        "apt": "apt install python3-paramiko",
-        "opkg": "opkg install python3-paramiko",
-        "apk": "apk add python3-paramiko python3-six, or see docs/openwrt.md",
-    }
-    tool = next(filter(shutil.which, packages), "")
-    remedy = packages.get(tool, "pip install paramiko")
-    return f"paramiko is missing or incomplete; install it with: {remedy}"
 
 
 def open_transport(config: Config, until: float) -> "Transport":
@@ -534,7 +522,7 @@ def open_transport(config: Config, until: float) -> "Transport":
 
         paramiko.util.get_logger("paramiko").setLevel("CRITICAL")  # it logs tracebacks
     except (ImportError, AttributeError):  # a newer cryptography has removed something
-        raise UnlockError(Outcome.ERROR, explain_no_paramiko()) from None
+        raise UnlockError(Outcome.ERROR, NO_PARAMIKO) from None
     try:
         left = max(until - time.monotonic(), 0.1)  # s, though importing was slow
         tcp = open_tcp(config.host, config.initrd_port, min(left, CONNECT_SECONDS))
@@ -777,7 +765,7 @@ def find_problem(config: Config) -> str:
     if not config.host_key:
         return NOT_PINNED
     if not importlib.util.find_spec("paramiko"):  # importing it would take 20 MB
-        return explain_no_paramiko()
+        return NO_PARAMIKO
     problem = find_key_problem(config.key)
     return f"SSH key {problem}" if problem else ""
 
@@ -1384,14 +1372,13 @@ class Page:
 
     def __init__(self) -> None:
         """Load them. Raises: ConfigError."""
-        path = Path(__file__).resolve().with_name("ui.html")
         try:
-            if path.parent.is_dir():
-                source = path.read_bytes()
-            else:  # both are in the archive that `make dist` makes
-                source = zipimporter(str(path.parent)).get_data(path.name)
+            if HERE.is_dir():
+                source = HERE.joinpath("ui.html").read_bytes()
+            else:
+                source = zipimporter(str(HERE)).get_data("ui.html")
         except OSError as error:
-            raise ConfigError(f"the page {path}: {error.strerror}") from None
+            raise ConfigError(f"the page {HERE}/ui.html: {error.strerror}") from None
         icon = re.search(rb"png;base64,([\w+/=]+)", source)
         # The policy allows the page's own styles and scripts, by hash, and no others.
         hashes = {b"style": "", b"script": ""}
@@ -1793,153 +1780,16 @@ class Server(ThreadingHTTPServer):
         self.server_close()
 
 
-# ---- Checking ------------------------------------------------------------------------
-# Find out why it does not work. Check what waking and unlocking need, in the order of
-# use. Send no magic packet and no secret.
-
-OK: Final = "ok"
-WRONG: Final = "WRONG"
-HINT: Final = "-"  # harmless, or unknown for now
-LOUD_HINT: Final = "LOOK"  # right on some servers, but only the owner knows
-CHECK_SECONDS: Final = 20  # for key exchange and login: slow boxes take two to four
-SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
-IFF_BROADCAST: Final = 0x2  # linux/if.h
-IFF_LOOPBACK: Final = 0x8
-Finding = tuple[str, str, str]  # subject, what was found and how to fix it, verdict
-
-
-def find_tunnel(address: str) -> str:
-    """Return the interface with this address if it cannot broadcast, or ""."""
-    family = socket.AF_INET.to_bytes(2, sys.byteorder)
-    wanted = family + bytes(2) + socket.inet_aton(address)  # Source: netdevice(7)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-        for _, name in socket.if_nameindex():
-            request = os.fsencode(name).ljust(16, b"\0") + wanted.ljust(24, b"\0")
-            with contextlib.suppress(OSError):  # it has no address, or has gone
-                found = fcntl.ioctl(udp, SIOCGIFADDR, request)
-                flags = int(Path("/sys/class/net", name, "flags").read_text(), 16)
-                can_broadcast = flags & (IFF_BROADCAST | IFF_LOOPBACK)
-                if found[16:24] == wanted and not can_broadcast:
-                    return name
-    return ""
-
-
-def check_box(config: Config, file: Path | None) -> Iterator[Finding]:
-    """Check settings, web port and magic packet."""
-    if file and file.stat().st_mode & 0o007:
-        problem = f"{file} is open to others; run: chmod 600 {file}"
-        yield "configuration", problem, WRONG
-    else:
-        yield "configuration", "all settings are valid", OK
-    if config.pin and config.pin.is_number:
-        yield "PIN", "digits only: enough behind a VPN, not on the internet", HINT
-    finding = f"{config.listen[1]} is free", OK
-    try:
-        listen(config.listen).close()
-    except OSError as error:
-        finding = f"WAKER_LISTEN: {error.strerror}", WRONG
-        if error.errno == errno.EADDRINUSE:
-            finding = f"{config.listen[1]} is in use, perhaps by waker itself", HINT
-    yield "web port", *finding
-    try:
-        source = find_source_address(config)
-        route = f"would leave from {source} to {config.broadcast}"
-        tunnel = find_tunnel(source)
-        if tunnel and config.broadcast == LIMITED:
-            problem = f"{tunnel} cannot broadcast (a VPN?). Correct the route to the"
-            problem += " server, or set WAKER_HOMELAB_BROADCAST, to 192.168.1.255, say"
-            yield "magic packet", f"{route}; {problem}", WRONG
-            return
-        try:
-            find_source_address(config, on_link=True)
-            yield "magic packet", route, OK
-        except OSError:
-            problem = "that is another network, and routers stop broadcasts"
-            yield "magic packet", f"{route}; {problem}", HINT
-    except OSError as error:
-        fix = "connect this box to the server's network"
-        yield "magic packet", f"{error.strerror}; {fix}", WRONG
-
-
-def check_ports_and_mac(config: Config) -> Iterator[Finding]:
-    """Check what each port says, and compare the MAC address with ARP."""
-    mac = config.mac.hex(":")
-    ports = {
-        "initrd's port": config.initrd_port,
-        "system's port": config.system_port,
-    }
-    is_answered = False
-    for subject, port in ports.items():
-        state, banner = probe_port(config.host, port, banner=True)
-        is_answered |= state in (PortState.OPEN, PortState.CLOSED)
-        text, verdict = f"{config.host}, port {port} {state.value}", HINT
-        if state is PortState.OPEN:
-            text, verdict = f"{text}; it says {banner or 'nothing'}", OK
-        if port != config.initrd_port and "dropbear" in banner:
-            text, verdict = f"{text}; are the two ports swapped?", HINT
-        yield subject, text, verdict
-    # The ports have filled the ARP table.
-    arp = Path("/proc/net/arp")
-    entry = rf"(?m)^{re.escape(config.host)} .* (..:..:..:..:..:..) "
-    found = re.search(entry, arp.read_text() if arp.exists() else "")
-    if found and found[1] == mac:
-        yield "MAC address", f"{mac}, as in this box's ARP table", OK
-    elif found and found[1] != "00:00:00:00:00:00":
-        hint = f"{config.host} has {found[1]} according to ARP, not {mac}. If the"
-        hint += " server is off, another device has its address: give each its own. If"
-        hint += " it is on, take the MAC of the card that wakes it from `ip link` there"
-        yield "MAC address", hint, LOUD_HINT if is_answered else HINT
-
-
-def check_unlocking(config: Config) -> Iterator[Finding]:
-    """Check what an unlock needs, and the login if the initrd is up."""
-    try:
-        import paramiko
-
-        yield "paramiko", paramiko.__version__, OK
-    except (ImportError, AttributeError) as error:
-        yield "paramiko", f"{explain_no_paramiko()} ({error})", WRONG
-        return
-    subject = "SSH key"
-    try:
-        key = load_key(config.key)
-        yield subject, f"{key.get_name()} {fingerprint(key.asbytes())}", OK
-        subject = "host key"
-        ports = check_ports(config)
-        if ports.initrd is not PortState.OPEN or ports.system is PortState.OPEN:
-            seen = "not seen" if config.host_key else "WAKER_SSH_HOST_KEY is not set"
-            text = f"{seen}; check again while the initrd waits for its passphrase"
-            yield subject, text, HINT
-            return
-        transport = open_transport(config, time.monotonic() + CHECK_SECONDS)
-        verify(transport, config)
-        yield subject, "pinned and verified", OK
-        subject = "login"
-        log_in(transport, config)
-        yield subject, f"{config.user} can log in; unlock not tried", OK
-    except UnlockError as error:
-        outcome, words = error.args
-        is_unpinned = subject == "host key" and not config.host_key
-        yield subject, outcome.sentence + words, HINT if is_unpinned else WRONG
-
-
-def check(config: Config, file: Path | None) -> int:
-    """Print each finding at once; return 1 if anything is wrong."""
-    for number in (signal.SIGINT, signal.SIGPIPE):  # end without a traceback
-        signal.signal(number, signal.SIG_DFL)
-    box = check_box(config, file)
-    status = 0
-    for finding in chain(box, check_ports_and_mac(config), check_unlocking(config)):
-        subject, text, verdict = finding
-        print(printable(f"{verdict:7}{subject:15}{text}"), flush=True)
-        status |= verdict == WRONG
-    return status
-
-
 # ---- Commands ------------------------------------------------------------------------
 # What `waker.py` does when it is run.
 
 MAX_MEMORY: Final = 64 << 20  # bytes of data; twice what an unlock or check needs
+Command = tuple[str, str]  # its name and its purpose
+COMMANDS: Final[Sequence[Command]] = (
+    ("serve", "run the web page; the default"),
+    ("unlock", "unlock once, with a passphrase from standard input"),
+    ("state", "print the server's state as JSON"),
+)
 
 
 def serve(app: App) -> int:
@@ -2006,60 +1856,67 @@ def print_unlock(config: Config, seconds: int) -> int:
     return int(result.outcome.status != 200)
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    epilog = f"settings, from the environment and FILE, or else from {ENV_FILE}:"
+def parse_arguments(
+    arguments: Sequence[str], others: Sequence[Command] = ()
+) -> argparse.Namespace:
+    commands = dict((*COMMANDS, *others))
+    lines = [f"  {name:25}{purpose}" for name, purpose in commands.items()]
+    lines += ["", f"settings, from the environment and FILE, or else from {ENV_FILE}:"]
     for name, (default, _, form) in SETTINGS.items():
-        epilog += f"\n  {name:25}{form} [{default or 'none'}]"
-    kind = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(epilog=epilog, formatter_class=kind)
-    parser.description = "Wake a server by magic packet and unlock its disk over SSH."
+        lines.append(f"  {name:25}{form} [{default or 'none'}]")
+    parser = argparse.ArgumentParser(
+        description="Wake a server by magic packet and unlock its disk over SSH.",
+        epilog="\n".join(["commands:", *lines]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     add = parser.add_argument
     add("--version", action="version", version=f"waker {__version__}")
     add("--env-file", metavar="FILE", type=Path, help="settings: lines NAME=value")
     limit = "limit for unlock, 6 to 9999"
     add("--seconds", metavar="N", type=int, default=UNLOCK_SECONDS, help=limit)
-    about = "run the web page, check the settings, unlock once with a passphrase from "
-    about += "standard input, or print the server's state [serve]"
-    commands = "serve", "check", "unlock", "state"
-    add("command", nargs="?", choices=commands, default="serve", help=about)
-    arguments = parser.parse_args(argv)
-    if not 5 < arguments.seconds < 10_000:
+    add("command", metavar="COMMAND", nargs="?", choices=commands, default="serve")
+    parsed = parser.parse_args(arguments)
+    if not 5 < parsed.seconds < 10_000:
         parser.error("argument --seconds: N must be 6 to 9999")
-    return arguments
+    return parsed
 
 
-def run_command(arguments: argparse.Namespace, program: Path) -> int:
-    """Read the settings and run a command. Raises: ConfigError."""
+def find_settings(env_file: Path | None) -> tuple[dict[str, str], Path | None]:
+    """Return the settings, and the file that they came from. Raises: ConfigError."""
     ours = {n: v for n, v in os.environ.items() if n.startswith("WAKER_")}
-    file = arguments.env_file or (None if ours else Path(ENV_FILE))
-    folder = file.absolute().parent if file else Path.cwd()
+    file = env_file or (None if ours else Path(ENV_FILE))
     values = (read_env_file(file) if file else {}) | ours
     if values.pop("WAKER_INITRD", None) is not None:
         log("WAKER_INITRD has no effect since waker 3; delete it")
-    if arguments.command == "state":
+    return values, file
+
+
+def run_command(parsed: argparse.Namespace) -> int:
+    """Read the settings and run a command. Raises: ConfigError."""
+    values, file = find_settings(parsed.env_file)
+    folder = file.absolute().parent if file else Path.cwd()
+    if parsed.command == "state":
         config = read_config(values, folder, PORTS)
         print(json.dumps(check_ports(config).members()))
         return 0
-    if arguments.command == "unlock":
+    if parsed.command == "unlock":
         config = read_config(values, folder, PORTS + LOGIN)
         # Not sys.exit: paramiko's threads would take 15 s to end.
-        os._exit(print_unlock(config, arguments.seconds))
+        os._exit(print_unlock(config, parsed.seconds))
     config = read_config(values, folder)
     # For the process that unlocks. PYTHONPATH, say, may be what makes paramiko
     # available. The PIN stays here.
-    environment = {n: v for n, v in os.environ.items() if n not in ours}
+    environment = {n: v for n, v in os.environ.items() if not n.startswith("WAKER_")}
     environment |= {name: values[name] for name in PORTS + LOGIN if name in values}
     environment["WAKER_SSH_KEY"] = str(config.key)
-    command = sys.executable, str(program.resolve()), "unlock"
-    app = App(config, (command, environment))
-    if arguments.command == "check":
-        os._exit(check(config, file))
-    return serve(app)
+    program = Path(__file__).resolve() if HERE.is_dir() else HERE
+    unlocks = sys.executable, str(program), "unlock"
+    return serve(App(config, (unlocks, environment)))
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run a command; `argv` is like sys.argv. Return the exit status."""
-    arguments = parse_arguments(argv[1:])
+def run_safely(command: Callable[[], int], *, loads_paramiko: bool) -> int:
+    """Set up this process, run a command in it, and return the exit status."""
     # Open descriptors 0 to 2 if they are closed: 2 is the log, and must be no client.
     spare = os.open(os.devnull, os.O_RDWR)
     while spare <= 2:
@@ -2070,19 +1927,26 @@ def main(argv: Sequence[str]) -> int:
     with contextlib.suppress(ValueError):  # only root may raise a limit of 0
         resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
     threading.stack_size(512 << 10)  # bytes; musl's 128 KiB are too few for json
-    if arguments.command in ("unlock", "check"):
+    if loads_paramiko:
         sys.modules["invoke"] = cast("Any", None)  # or paramiko imports it, slowly
         # paramiko buffers packets of any size, even from an unverified server.
         with contextlib.suppress(ValueError):  # the limit is lower already
             resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
     warnings.simplefilter("ignore")  # paramiko uses what cryptography deprecates
     try:
-        return run_command(arguments, Path(argv[0]))
+        return command()
     except ConfigError as error:
         for line in str(error).splitlines():
             log(line)
         return os.EX_CONFIG  # the unit does not restart it then
 
 
+def main(arguments: Sequence[str], others: Sequence[Command] = ()) -> int:
+    """Run a command, and return the exit status; box/ has the `others`."""
+    parsed = parse_arguments(arguments, others)
+    command = functools.partial(run_command, parsed)
+    return run_safely(command, loads_paramiko=parsed.command == "unlock")
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main(sys.argv[1:]))

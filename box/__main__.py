@@ -1,4 +1,4 @@
-"""The commands of the one file.
+"""The commands of the one file: those of waker.py, and those of this folder.
 
 `make dist` puts this file at the top of the one file, where Python begins. In a
 checkout, run `python3 -m box`.
@@ -8,5 +8,23 @@ import sys
 
 import waker
 
+COMMANDS = (("check", "find out why waking or unlocking does not work"),)
+TAKE_A_VALUE = "--env-file", "--seconds"
+
+
+def main(arguments: list[str]) -> int:
+    """Run a command, and return the exit status."""
+    place = 0
+    while place < len(arguments) and arguments[place].startswith("-"):
+        place += 2 if arguments[place] in TAKE_A_VALUE else 1
+    command, others = arguments[place : place + 1], arguments[:]
+    del others[place : place + 1]
+    if command == ["check"]:
+        from box import check
+
+        return check.main(others)
+    return waker.main(arguments, COMMANDS)
+
+
 if __name__ == "__main__":
-    sys.exit(waker.main(sys.argv))
+    sys.exit(main(sys.argv[1:]))

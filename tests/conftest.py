@@ -35,6 +35,7 @@ PROGRAM = waker.__file__
 CHECKOUT = Path(PROGRAM).parent
 # For CHECKOUT, where make runs pytest. A script would be compiled at every start.
 MODULE = (sys.executable, "-m", "waker")
+BOX = (sys.executable, "-m", "box")  # with the commands of box/ as well
 PIN = "pin-2468-pin"
 PASSPHRASE = 'correct "horse" \\ stäple'
 ODD_PASSPHRASE = "-n '$(id)` a\\tb\\0 " + "é" * 244 + "xy \u00a0 "  # 512 bytes

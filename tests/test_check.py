@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from conftest import MACHINE, PIN, need, run_waker
+from conftest import BOX, MACHINE, PIN, need, run_waker
 from homelab import Settings, public_line
 from machine import Machine
 from namespaces import IFF_TUN, Home, Namespace, ip, udp_packets
@@ -19,7 +19,7 @@ OTHER_KEY = public_line(HOST_KEY)  # which no initrd has
 
 def run(settings: Settings, *options: str, by: Sequence[str] = ()) -> str:
     """Run the command; returns the table, which decides the status."""
-    ended = run_waker("check", *options, settings=settings, by=by)
+    ended = run_waker("check", *options, settings=settings, by=by, program=BOX)
     assert ended.stderr == ""
     assert ended.stdout.replace("\n", " ").isprintable()
     assert ended.returncode == bool(re.search("(?m)^WRONG", ended.stdout))
@@ -114,7 +114,8 @@ def test_files_that_cannot_be_used_are_wrong(tmp_path: Path) -> None:
 
 def test_whoever_reads_only_its_first_line_sees_no_traceback() -> None:
     script = '"$@" | head -n 1'
-    ended = run_waker("check", settings=BASE, by=["sh", "-c", script, "sh"])
+    by = "sh", "-c", script, "sh"
+    ended = run_waker("check", settings=BASE, by=by, program=BOX)
     assert ended.stdout.startswith("ok     configuration")
     assert ended.stderr == ""
 
@@ -138,7 +139,9 @@ def test_a_broken_paramiko_is_wrong_and_the_systems_tool_mends_it(
     mended = f"install it with: {remedy}"
     assert re.search(rf"WRONG +paramiko .*{mended} \(", run(settings))
     message = unlock(settings_at(tmp_path, free_port()) | settings)
-    assert re.match(f"error: paramiko .*{mended}. The passphrase was not", message)
+    assert re.match(
+        "error: paramiko .* `waker check`.* The passphrase was not", message
+    )
 
 
 # ---- Networks ------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import (
+    BOX,
     MACHINE,
     MODULE,
     PASSPHRASE,
@@ -212,7 +213,8 @@ def test_all_mistakes_are_reported_together_and_no_value(tmp_path: Path) -> None
     )
     settings = {"WAKER_LISTEN": "s3crt", "WAKER_HOMELAB_NAM": "s3crt"}
     for command in ("serve", "check"):
-        ended = run_waker("--env-file", str(file), command, settings=settings)
+        arguments = "--env-file", str(file), command
+        ended = run_waker(*arguments, settings=settings, program=BOX)
         assert (ended.returncode, ended.stdout) == (78, "")
         names = {line.split()[0] for line in ended.stderr.splitlines()}
         wrong = "PIN HOMELAB_MAC HOMELAB_HOST INITRD_SSH_PORT LISTEN HOMELAB_NAM"

@@ -221,7 +221,7 @@ def test_help_names_each_setting_and_version_the_version() -> None:
     text = run_waker("--help")
     assert text.returncode == 0
     words = re.findall(r"\w+", text.stdout)
-    assert {*waker.SETTINGS, "serve", "check", "unlock", "state"} <= {*words}
+    assert {*waker.SETTINGS, "serve", "unlock", "state"} <= {*words}
     ended = run_waker("--version")
     assert (ended.returncode, ended.stdout) == (0, f"waker {waker.__version__}\n")
 
@@ -246,9 +246,7 @@ def test_a_command_that_cannot_run_says_so_by_its_status() -> None:
 def test_a_page_that_is_missing_or_damaged_is_reported(tmp_path: Path) -> None:
     program = sys.executable, str(shutil.copy(PROGRAM, tmp_path))
     for words in ("the page .*/ui.html: No such file", "ui.html is damaged"):
-        ended = run_waker(
-            "check", settings=MACHINE | {"WAKER_PIN": PIN}, program=program
-        )
+        ended = run_waker(settings=MACHINE | {"WAKER_PIN": PIN}, program=program)
         assert ended.returncode == 78
         assert re.match(f"{words}.*\n$", ended.stderr)
         (tmp_path / "ui.html").touch()

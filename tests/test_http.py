@@ -420,7 +420,7 @@ CLOSED = """
 import os, waker
 
 os.closerange(0, 3)
-waker.main(["", "state"])
+waker.main(["state"])
 assert {os.readlink(f"/proc/self/fd/{n}") for n in range(3)} == {"/dev/null"}
 """
 

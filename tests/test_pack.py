@@ -1,5 +1,6 @@
 """The one file that `make dist` makes, and what it must do as the checkout does."""
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -7,14 +8,18 @@ from pathlib import Path
 
 import pytest
 from conftest import (
+    BOX,
     CHECKOUT,
+    MODULE,
     PIN,
     blocks,
+    daemon,
     environment,
     make,
     need,
     run_waker,
 )
+from machine import Machine
 
 import waker
 
@@ -153,10 +158,37 @@ def test_the_compiled_code_is_what_runs_unless_this_python_differs(
 
 
 def test_its_statuses_and_messages_are_those_of_the_checkout(program: Path) -> None:
-    for arguments in (["--env-file", "/nowhere"], ["unlock"]):
-        here = run_waker(*arguments)
+    for arguments in (["--env-file", "/nowhere"], ["unlock"], ["check", "--env=x"]):
+        here = run_waker(*arguments, program=BOX)
         assert here.returncode
         assert run(program, *arguments) == (here.returncode, here.stdout + here.stderr)
+
+
+def test_help_lists_each_command_and_a_wrong_one_is_told_them(program: Path) -> None:
+    shown = run(program, "--help")
+    own = run_waker("--help", program=MODULE).stdout
+    commands = "serve", "unlock", "state", "check"
+    assert shown[1].startswith("usage: waker [")
+    assert re.findall(r"(?m)^  ([a-z]+)  +\w", shown[1]) == [*commands]
+    assert re.findall(r"(?m)^  ([a-z]+)  +\w", own) == [*commands[:3]]
+    for wrong in (["chekc"], ["--env-file", "check", "chekc"]):
+        status, error = run(program, *wrong)
+        assert status == 2
+        assert all(f"'{command}'" in error for command in commands)
+
+
+def test_a_command_may_stand_behind_options(machine: Machine, program: Path) -> None:
+    file = machine.folder / "waker.env"
+    settings = machine.settings(PIN=PIN).items()
+    file.write_text("".join(f"{name}={value}\n" for name, value in settings))
+    file.chmod(0o600)
+    for options in (["--env-file", str(file)], [f"--env-file={file}"]):
+        for arguments in ([*options, "check"], ["check", *options]):
+            status, shown = run(program, *arguments)
+            assert (status, "WRONG" in shown) == (0, False), shown
+    for command in ("check",):
+        usage = f"usage: waker {command} ["
+        assert run(program, command, "--help")[1].startswith(usage)
 
 
 def test_it_runs_from_any_folder_and_under_any_name(
@@ -169,7 +201,7 @@ def test_it_runs_from_any_folder_and_under_any_name(
         (tmp_path / module).write_text("raise SystemExit('another one')")
     moved = program.rename(tmp_path / "here/its name.zip.new")
     ended = subprocess.run(
-        [sys.executable, str(moved), "unlock"],
+        [sys.executable, str(moved), "check"],
         cwd=tmp_path / "here",
         env=environment({"PYTHONPATH": str(tmp_path / "packages"), "WAKER_PIN": PIN}),
         capture_output=True,
@@ -178,3 +210,13 @@ def test_it_runs_from_any_folder_and_under_any_name(
     )
     assert ended.returncode == 78
     assert ended.stderr.startswith("WAKER_HOMELAB_HOST is not set")
+
+
+def test_neither_the_daemon_nor_an_unlock_loads_what_sets_up_a_box(
+    machine: Machine, program: Path
+) -> None:
+    replace(program, "box/__init__.py", b"raise SystemExit('box is loaded')")
+    assert run(program, "check") == (1, "box is loaded\n")
+    command = sys.executable, str(program)
+    with daemon(machine.ask().settings(), program=command) as started:
+        assert started.client.log_in().unlock().status == 200

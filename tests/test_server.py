@@ -229,7 +229,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
     home.write("answer", ANSWER)
     home.write("bin/ssh", SSH.format(port=port), 0o755)
     stub(home.stubs / "systemctl")
-    stub(home.stubs / "waker", f'cd {CHECKOUT}; exec {sys.executable} -m waker "$@"')
+    stub(home.stubs / "waker", f'cd {CHECKOUT}; exec {sys.executable} -m box "$@"')
     home.write("waker/waker.env", EXAMPLE, 0o600)
     new_key().write_private_key_file(str(home.folder / "host_key"))
     key = [need("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-C", "waker", "-f"]

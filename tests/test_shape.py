@@ -18,7 +18,7 @@ import waker
 SOURCE = CHECKOUT.joinpath("waker.py").read_text()
 TREE = ast.parse(SOURCE)
 NETWORK = r"socket\.(socket|create_\w+|getaddrinfo)\(|\.connect\(\(|sendto\("
-MAY_USE_IT = {"open_tcp", "find_source_address", "find_tunnel", "wake", "listen"}
+MAY_USE_IT = {"open_tcp", "find_source_address", "wake", "listen"}
 LIMITS = {
     "SYSTEM_SECONDS": 8,
     "PACKET_SECONDS": 10,
@@ -50,15 +50,14 @@ def users(pattern: str) -> set[str]:
 
 
 def test_it_can_be_read_in_one_sitting() -> None:
-    """DESIGN wants 1,920 lines. Its own rules need these; see the note on issue 56."""
-    assert len(SOURCE.splitlines()) <= 2088
+    assert len(SOURCE.splitlines()) <= 1953
 
 
 def test_few_functions_touch_the_network_and_one_starts_processes() -> None:
-    """And one reads the environment. None writes a file."""
+    """And only commands read the environment. None writes a file."""
     assert users(NETWORK) == MAY_USE_IT
     assert len(users(r"\bPopen\(|subprocess\.\w+\(|os\.(system|exec|spawn|fork)")) == 1
-    assert len(users(r"environ\b|getenv")) == 1
+    assert users(r"environ\b|getenv") == {"find_settings", "run_command"}
     assert not users(r"write_(text|bytes)|open\([^)]*['\"][rb]*[wax+]|mkdir|unlink")
 
 

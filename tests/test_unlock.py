@@ -16,6 +16,7 @@ from typing import NamedTuple
 import paramiko
 import pytest
 from conftest import (
+    BOX,
     MACHINE,
     ODD_PASSPHRASE,
     PASSPHRASE,
@@ -509,7 +510,8 @@ def test_an_impostor_cannot_exhaust_the_box(tmp_path: Path) -> None:
     with tcp_server(serve) as port:
         settings = settings_at(tmp_path, port, SYSTEM_SSH_PORT=free_port())
         assert re.match("not_asked: .*hung up", unlock(settings))
-        ended = run_waker("check", settings=MACHINE | settings | {"WAKER_PIN": PIN})
+        settings |= MACHINE | {"WAKER_PIN": PIN}
+        ended = run_waker("check", settings=settings, program=BOX)
     assert re.search("WRONG +host key .*hung up", ended.stdout)
     assert ended.stderr == ""
     assert swallowed == []
@@ -524,7 +526,8 @@ def test_paramiko_does_not_import_what_waker_has_no_use_for(tmp_path: Path) -> N
     settings = settings_at(tmp_path, free_port(), SYSTEM_SSH_PORT=free_port())
     settings |= MACHINE | {"WAKER_PIN": PIN, "PYTHONPATH": str(tmp_path)}
     assert unlock(settings).startswith("not_asked: ")
-    assert re.search("ok +paramiko ", run_waker("check", settings=settings).stdout)
+    checked = run_waker("check", settings=settings, program=BOX).stdout
+    assert re.search("ok +paramiko ", checked)
 
 
 # The wall clock gains a day each second.

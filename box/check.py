@@ -1,0 +1,189 @@
+"""Find out why waking or unlocking does not work: `waker check`.
+
+It checks what both need, in the order of use, and sends no magic packet and no secret.
+"""
+
+import argparse
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Final
+
+import waker
+from waker import Config, PortState, UnlockError
+
+OK: Final = "ok"
+WRONG: Final = "WRONG"
+HINT: Final = "-"  # harmless, or unknown for now
+LOUD_HINT: Final = "LOOK"  # right on some servers, but only the owner knows
+CHECK_SECONDS: Final = 20  # for key exchange and login: slow boxes take two to four
+SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
+IFF_BROADCAST: Final = 0x2  # linux/if.h
+IFF_LOOPBACK: Final = 0x8
+Finding = tuple[str, str, str]  # subject, what was found and how to fix it, verdict
+
+
+def explain_no_paramiko() -> str:
+    """Say how to install paramiko on this system."""
+    packages = {
+        "apt": "apt install python3-paramiko",
+        "opkg": "opkg install python3-paramiko",
+        "apk": "apk add python3-paramiko python3-six, or see docs/openwrt.md",
+    }
+    tool = next(filter(shutil.which, packages), "")
+    remedy = packages.get(tool, "pip install paramiko")
+    return f"paramiko is missing or incomplete; install it with: {remedy}"
+
+
+def find_tunnel(address: str) -> str:
+    """Return the interface with this address if it cannot broadcast, or ""."""
+    family = socket.AF_INET.to_bytes(2, sys.byteorder)
+    wanted = family + bytes(2) + socket.inet_aton(address)  # Source: netdevice(7)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        for _, name in socket.if_nameindex():
+            request = os.fsencode(name).ljust(16, b"\0") + wanted.ljust(24, b"\0")
+            with contextlib.suppress(OSError):  # it has no address, or has gone
+                found = fcntl.ioctl(udp, SIOCGIFADDR, request)
+                flags = int(Path("/sys/class/net", name, "flags").read_text(), 16)
+                can_broadcast = flags & (IFF_BROADCAST | IFF_LOOPBACK)
+                if found[16:24] == wanted and not can_broadcast:
+                    return name
+    return ""
+
+
+def check_box(
+    config: Config, file: Path | None, *, is_pin_a_number: bool
+) -> Iterator[Finding]:
+    """Check settings, web port and magic packet."""
+    if file and file.stat().st_mode & 0o007:
+        problem = f"{file} is open to others; run: chmod 600 {file}"
+        yield "configuration", problem, WRONG
+    else:
+        yield "configuration", "all settings are valid", OK
+    if is_pin_a_number:
+        yield "PIN", "digits only: enough behind a VPN, not on the internet", HINT
+    finding = f"{config.listen[1]} is free", OK
+    try:
+        waker.listen(config.listen).close()
+    except OSError as error:
+        finding = f"WAKER_LISTEN: {error.strerror}", WRONG
+        if error.errno == errno.EADDRINUSE:
+            finding = f"{config.listen[1]} is in use, perhaps by waker itself", HINT
+    yield "web port", *finding
+    try:
+        source = waker.find_source_address(config)
+        route = f"would leave from {source} to {config.broadcast}"
+        tunnel = find_tunnel(source)
+        if tunnel and config.broadcast == waker.LIMITED:
+            problem = f"{tunnel} cannot broadcast (a VPN?). Correct the route to the"
+            problem += " server, or set WAKER_HOMELAB_BROADCAST, to 192.168.1.255, say"
+            yield "magic packet", f"{route}; {problem}", WRONG
+            return
+        try:
+            waker.find_source_address(config, on_link=True)
+            yield "magic packet", route, OK
+        except OSError:
+            problem = "that is another network, and routers stop broadcasts"
+            yield "magic packet", f"{route}; {problem}", HINT
+    except OSError as error:
+        fix = "connect this box to the server's network"
+        yield "magic packet", f"{error.strerror}; {fix}", WRONG
+
+
+def check_ports_and_mac(config: Config) -> Iterator[Finding]:
+    """Check what each port says, and compare the MAC address with ARP."""
+    mac = config.mac.hex(":")
+    ports = {
+        "initrd's port": config.initrd_port,
+        "system's port": config.system_port,
+    }
+    is_answered = False
+    for subject, port in ports.items():
+        state, banner = waker.probe_port(config.host, port, banner=True)
+        is_answered |= state in (PortState.OPEN, PortState.CLOSED)
+        text, verdict = f"{config.host}, port {port} {state.value}", HINT
+        if state is PortState.OPEN:
+            text, verdict = f"{text}; it says {banner or 'nothing'}", OK
+        if port != config.initrd_port and "dropbear" in banner:
+            text, verdict = f"{text}; are the two ports swapped?", HINT
+        yield subject, text, verdict
+    # The ports have filled the ARP table.
+    arp = Path("/proc/net/arp")
+    entry = rf"(?m)^{re.escape(config.host)} .* (..:..:..:..:..:..) "
+    found = re.search(entry, arp.read_text() if arp.exists() else "")
+    if found and found[1] == mac:
+        yield "MAC address", f"{mac}, as in this box's ARP table", OK
+    elif found and found[1] != "00:00:00:00:00:00":
+        hint = f"{config.host} has {found[1]} according to ARP, not {mac}. If the"
+        hint += " server is off, another device has its address: give each its own. If"
+        hint += " it is on, take the MAC of the card that wakes it from `ip link` there"
+        yield "MAC address", hint, LOUD_HINT if is_answered else HINT
+
+
+def check_unlocking(config: Config) -> Iterator[Finding]:
+    """Check what an unlock needs, and the login if the initrd is up."""
+    try:
+        import paramiko
+
+        yield "paramiko", paramiko.__version__, OK
+    except (ImportError, AttributeError) as error:
+        yield "paramiko", f"{explain_no_paramiko()} ({error})", WRONG
+        return
+    subject = "SSH key"
+    try:
+        key = waker.load_key(config.key)
+        yield subject, f"{key.get_name()} {waker.fingerprint(key.asbytes())}", OK
+        subject = "host key"
+        ports = waker.check_ports(config)
+        if ports.initrd is not PortState.OPEN or ports.system is PortState.OPEN:
+            seen = "not seen" if config.host_key else "WAKER_SSH_HOST_KEY is not set"
+            text = f"{seen}; check again while the initrd waits for its passphrase"
+            yield subject, text, HINT
+            return
+        transport = waker.open_transport(config, time.monotonic() + CHECK_SECONDS)
+        waker.verify(transport, config)
+        yield subject, "pinned and verified", OK
+        subject = "login"
+        waker.log_in(transport, config)
+        yield subject, f"{config.user} can log in; unlock not tried", OK
+    except UnlockError as error:
+        outcome, words = error.args
+        is_unpinned = subject == "host key" and not config.host_key
+        yield subject, outcome.sentence + words, HINT if is_unpinned else WRONG
+
+
+def check(env_file: Path | None) -> int:
+    """Print each finding at once. Raises: ConfigError."""
+    values, file = waker.find_settings(env_file)
+    config = waker.read_config(values, file.absolute().parent if file else Path.cwd())
+    waker.Page()  # or waker would not start
+    box = check_box(config, file, is_pin_a_number=values["WAKER_PIN"].isdecimal())
+    status = 0
+    for finding in chain(box, check_ports_and_mac(config), check_unlocking(config)):
+        subject, text, verdict = finding
+        print(waker.printable(f"{verdict:7}{subject:15}{text}"), flush=True)
+        status |= verdict == WRONG
+    # Not sys.exit: paramiko's threads would take 15 s to end.
+    os._exit(status)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check the box; 0: nothing is wrong; 1: something is; 78: a setting is."""
+    parser = argparse.ArgumentParser(prog="waker check", allow_abbrev=False)
+    parser.description = "Find out why waking or unlocking does not work."
+    parser.add_argument("--env-file", metavar="FILE", type=Path, help="the settings")
+    env_file = parser.parse_args(arguments).env_file
+    for number in (signal.SIGINT, signal.SIGPIPE):  # end without a traceback
+        signal.signal(number, signal.SIG_DFL)
+    return waker.run_safely(partial(check, env_file), loads_paramiko=True)
