@@ -56,7 +56,7 @@ ifeq ($(DESTDIR),)
 		echo; echo "Installed. This is waker's public key:"; \
 		echo; sed "s/^/    /" "$(KEY).pub"; \
 		echo; echo "Next, prepare the server, without sudo (see README.md):"; \
-		echo; echo "    make server SERVER=me@192.168.1.20"; \
+		echo; echo "    waker prepare me@192.168.1.20"; \
 	fi
 endif
 
@@ -75,7 +75,7 @@ install-procd: install-program
 	install -D -m 755 dist/waker.init "$(DESTDIR)/etc/init.d/waker"
 
 server: ## prepare a server; SERVER=me@192.168.1.20, CONFIG=, UNDO=1, OPTIONS=--yes
-	@$(PYTHON) -B -m server.from_box prepare "$(CONFIG)" "$(SERVER)" \
+	@$(PYTHON) -B -m box prepare --config "$(CONFIG)" "$(SERVER)" \
 		$(if $(UNDO),--undo) $(OPTIONS)
 
 install-notify: ## send messages to your phone when the server waits and is up; PREFIX=

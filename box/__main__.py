@@ -8,7 +8,10 @@ import sys
 
 import waker
 
-COMMANDS = (("check", "find out why waking or unlocking does not work"),)
+COMMANDS = (
+    ("check", "find out why waking or unlocking does not work"),
+    ("prepare", "prepare a server, so that waker can unlock it"),
+)
 TAKE_A_VALUE = "--env-file", "--seconds"
 
 
@@ -23,6 +26,10 @@ def main(arguments: list[str]) -> int:
         from box import check
 
         return check.main(others)
+    if command == ["prepare"]:
+        from box import prepare
+
+        return prepare.main(others)
     return waker.main(arguments, COMMANDS)
 
 

@@ -23,10 +23,10 @@ TOP = "waker.py", "ui.html", "waker.service", "waker.init", "waker.env.example"
 FOLDERS = "box", "server"
 
 
-def read_sources(source: Path) -> dict[str, bytes]:
+def read_files(source: Path) -> dict[str, bytes]:
     """Return the contents of the files, by their names in the program.
 
-    Raises: OSError, BadZipFile if a file is damaged, ValueError if one is compiled.
+    Raises: OSError, BadZipFile if one is damaged.
     """
     if source.is_dir():
         paths = [source / name for name in TOP]
@@ -40,11 +40,8 @@ def read_sources(source: Path) -> dict[str, bytes]:
         # Python runs this one of the program. In a checkout, it is `python3 -m box`.
         return files | {"__main__.py": files["box/__main__.py"]}
     with zipfile.ZipFile(source) as archive:
-        names = archive.namelist()
-        for name in names:
-            if name.endswith(".pyc"):
-                raise ValueError(f"{name} would run in place of its source")
-        return {name: archive.read(name) for name in names}  # compares checksums
+        # Reading compares checksums.
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
 def compile_sources(files: dict[str, bytes]) -> dict[str, bytes]:
@@ -68,7 +65,10 @@ def compile_sources(files: dict[str, bytes]) -> dict[str, bytes]:
 
 def pack(source: Path, target: Path, *, with_code: bool) -> None:
     """Write the program; `target` stays as it is until that is complete."""
-    files = read_sources(source)
+    files = read_files(source)
+    for name in files:
+        if name.endswith(".pyc"):
+            raise ValueError(f"{name} would run in place of its source")
     if with_code:
         files |= compile_sources(files)
     part = target.with_name(f"{target.name}.part")

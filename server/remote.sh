@@ -1,5 +1,5 @@
 #!/bin/sh
-# Run prepare.py on a server, as root. from_box.py sends this in the command line of ssh,
+# Run prepare.py on a server, as root. box/prepare.py sends this in ssh's command line,
 # with the files of this folder and the arguments of prepare.py for the words in @.
 
 if ! python3 -c 'import json, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then

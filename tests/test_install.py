@@ -78,7 +78,7 @@ def test_install_makes_a_key_once_and_shows_it_with_the_next_step(
     key = private.read_bytes()
     assert private.stat().st_mode & 0o777 == 0o600
     assert f"\n    {public.read_text()}" in shown
-    assert shown.endswith("\n    make server SERVER=me@192.168.1.20\n")
+    assert shown.endswith("\n    waker prepare me@192.168.1.20\n")
     assert public.read_text() not in subprocess.check_output(command, text=True)
     assert private.read_bytes() == key
 

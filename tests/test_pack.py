@@ -167,7 +167,7 @@ def test_its_statuses_and_messages_are_those_of_the_checkout(program: Path) -> N
 def test_help_lists_each_command_and_a_wrong_one_is_told_them(program: Path) -> None:
     shown = run(program, "--help")
     own = run_waker("--help", program=MODULE).stdout
-    commands = "serve", "unlock", "state", "check"
+    commands = "serve", "unlock", "state", "check", "prepare"
     assert shown[1].startswith("usage: waker [")
     assert re.findall(r"(?m)^  ([a-z]+)  +\w", shown[1]) == [*commands]
     assert re.findall(r"(?m)^  ([a-z]+)  +\w", own) == [*commands[:3]]
@@ -186,7 +186,7 @@ def test_a_command_may_stand_behind_options(machine: Machine, program: Path) -> 
         for arguments in ([*options, "check"], ["check", *options]):
             status, shown = run(program, *arguments)
             assert (status, "WRONG" in shown) == (0, False), shown
-    for command in ("check",):
+    for command in ("check", "prepare"):
         usage = f"usage: waker {command} ["
         assert run(program, command, "--help")[1].startswith(usage)
 

@@ -1,4 +1,4 @@
-"""`make server`: what travels to the server, and what may come back.
+"""`waker prepare`: what travels to the server, and what may come back.
 
 The box and the server are one computer, in a mount namespace with users of its own. A
 person at a real terminal logs in over real ssh, and becomes root by real sudo or su.
@@ -12,20 +12,29 @@ import os
 import pty
 import re
 import select
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import from_box
 import pytest
-from conftest import CHECKOUT, NO_ROOT, PIN, copy_checkout, need, need_root, wait_for
+from conftest import (
+    BOX,
+    CHECKOUT,
+    NO_ROOT,
+    PIN,
+    copy_checkout,
+    need,
+    need_root,
+    wait_for,
+)
 from homelab import new_key
 from ssh_servers import DEFAULT, free_port, process
 from stand_ins import calls, stub
+from test_pack import pack
 
 import waker
+from box import prepare
 
 MAC, HOST = "52:54:00:12:34:56", "127.0.0.77"
 BLOB = b"\0\0\0\x0bssh-ed25519\0\0\0 "
@@ -155,6 +164,10 @@ class Terminal:
         return self._process.wait(60)
 
 
+PROGRAM = "/usr/bin/python3", "/mnt/program", "prepare"
+SERVER = "me@127.0.0.1"
+
+
 class Home:
     """The box and the server; /mnt there is `folder`, which everybody can read."""
 
@@ -173,26 +186,35 @@ class Home:
         """Return a command that runs another one there."""
         return [need("nsenter"), "--mount", f"--target={self.pid}", *command]
 
-    def server(self, *variables: str, user: int = 1001) -> Terminal:
-        """Run `make server` on the box; its user calls it, unless a test says so."""
+    def pack(self, script: str) -> None:
+        """Make the one file, with a script in place of prepare.py."""
+        self.write("checkout/server/prepare.py", script)
+        pack(self.folder / "checkout", self.folder / "program")
+
+    def run(self, *command: str, user: int = 1001) -> Terminal:
+        """Run a command on the box, as its user unless a test says so."""
         ids = [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
         become = [need("setpriv"), *ids, "env", "-i", "-C", "/mnt/checkout"]
         clean = ["PATH=/mnt/bin:/usr/bin:/bin", "TERM=dumb"]
-        make = ["make", "PYTHON=/usr/bin/python3", "server", "SERVER=me@127.0.0.1"]
-        return Terminal(self.enter(*become, *clean, *make, *variables))
+        return Terminal(self.enter(*become, *clean, *command))
 
     def log_in(
-        self, *variables: str, user: int = 1001, password: str = "me"
+        self,
+        *options: str,
+        command: Sequence[str] = PROGRAM,
+        server: str = SERVER,
+        user: int = 1001,
+        password: str = "me",
     ) -> Terminal:
-        """Run it, and give the SSH password."""
-        terminal = self.server(*variables, user=user)
+        """Run `waker prepare`, and give the SSH password."""
+        terminal = self.run(*command, server, *options, user=user)
         terminal.answer("(yes/no/[fingerprint])?", "yes")
         terminal.answer("@127.0.0.1's password:", password)
         return terminal
 
-    def prepare(self, *variables: str, fails: bool = False) -> str:
+    def prepare(self, *options: str, fails: bool = False) -> str:
         """Run it without another password or a question; returns what it shows."""
-        terminal = self.log_in("OPTIONS=--yes", *variables)
+        terminal = self.log_in("--yes", *options)
         assert bool(terminal.end()) == fails, terminal.printed
         return terminal.printed
 
@@ -225,7 +247,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
     home.folder.joinpath("me").mkdir()
     home.write("passwd", PASSWD.format(shell="/bin/sh"))
     home.write("sudoers", f"{SUDOERS}me ALL=(ALL) NOPASSWD: ALL\n")
-    home.write("checkout/server/prepare.py", STAND_IN)
+    home.pack(STAND_IN)
     home.write("answer", ANSWER)
     home.write("bin/ssh", SSH.format(port=port), 0o755)
     stub(home.stubs / "systemctl")
@@ -241,10 +263,18 @@ def home(tmp_path: Path) -> Iterator[Home]:
         yield home
 
 
-def test_one_command_prepares_the_server_and_starts_waker(home: Home) -> None:
+WAYS = {
+    "copied file": PROGRAM,
+    "checkout": ("/usr/bin/python3", "-m", "box", "prepare"),
+    "make": ("sh", "-c", 'make PYTHON=/usr/bin/python3 server SERVER="$0"'),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_command_prepares_the_server_and_starts_waker(home: Home, way: str) -> None:
     """One password for SSH, one for sudo, and one question."""
     home.write("sudoers", f"{SUDOERS}me ALL=(ALL) ALL\n")
-    terminal = home.log_in()
+    terminal = home.log_in(command=WAYS[way])
     terminal.answer("[sudo] password for me:", "me")
     terminal.answer("Go on?", "y")
     assert terminal.end() == 0, terminal.printed
@@ -252,7 +282,7 @@ def test_one_command_prepares_the_server_and_starts_waker(home: Home) -> None:
     assert re.fullmatch(r"127\.0\.0\.1 \d+ 127\.0\.0\.1 \d+", box)
     assert key == home.public_key()
     assert "dracut/46initrd-ssh/module-setup.sh" in files
-    assert "from_box.py" not in files
+    assert not {"box", "waker.py"} & {*files}
     assert not folder.exists()
     shown = terminal.printed
     (pin,) = re.findall(r"Your new PIN, which is also in waker.env: (.*)", shown)
@@ -276,8 +306,8 @@ def test_one_command_prepares_the_server_and_starts_waker(home: Home) -> None:
 def test_any_login_shell_will_do(shell: str, home: Home) -> None:
     """The real prepare.py fits into one argument, which Linux limits to 128 KiB."""
     home.write("passwd", PASSWD.format(shell=need(shell)))
-    home.write("checkout/server/prepare.py", STAND_IN + PREPARE)
-    home.prepare("OPTIONS=--yes --card 'a $$HOME'")
+    home.pack(STAND_IN + PREPARE)
+    home.prepare("--interface", "a $HOME")
     arguments, _, _ = home.called()
     assert arguments[:3] == ["--yes", "--card", "a $HOME"]
 
@@ -295,8 +325,7 @@ def test_root_is_who_knows_its_password(home: Home) -> None:
     assert calls(home.stubs) == STARTED
 
     home.folder.joinpath("sudo.log").unlink()
-    login = "SERVER=root@127.0.0.1", "OPTIONS=--yes"
-    terminal = home.log_in(*login, user=0, password="root")
+    terminal = home.log_in("--yes", server="root@127.0.0.1", user=0, password="root")
     assert terminal.end() == 0, terminal.printed
     assert calls(home.stubs) == STARTED
     assert not home.folder.joinpath("sudo.log").exists()
@@ -327,7 +356,7 @@ def test_a_lost_connection_leaves_nothing_on_the_server(home: Home) -> None:
 
 def test_undo_leaves_the_settings_alone(home: Home) -> None:
     home.settings.parent.joinpath("ssh_key.pub").unlink()  # it needs none
-    shown = home.prepare("UNDO=1")
+    shown = home.prepare("--undo")
     arguments, _, _ = home.called()
     assert arguments == ["--undo", "--yes"]
     assert "The settings on this box stay." in shown
@@ -366,14 +395,14 @@ LIES = {
 def test_a_lie_is_refused(lie: str) -> None:
     output = LIES[lie].replace("NONCE", "the nonce").encode()
     with pytest.raises(ValueError, match=r"^|$"):
-        from_box.parse_settings(from_box.find_settings(output, "the nonce"))
+        prepare.parse_settings(prepare.find_settings(output, "the nonce"))
 
 
 def test_a_truth_is_understood_among_other_lines() -> None:
     noise = b"\xff\33[2JWAKER_PIN=12345678\r\nwaker-begin 0\r\ntyped"
     right = ANSWER.replace("\n", "\r\n").replace(MAC, MAC.upper().replace(":", "-"))
     output = noise + right.replace(HOST_KEY, f"host {HOST_KEY} initrd").encode() + noise
-    assert from_box.parse_settings(from_box.find_settings(output, "NONCE")) == REPORTED
+    assert prepare.parse_settings(prepare.find_settings(output, "NONCE")) == REPORTED
 
 
 def test_nothing_is_written_unless_the_preparation_has_succeeded(home: Home) -> None:
@@ -384,13 +413,13 @@ def test_nothing_is_written_unless_the_preparation_has_succeeded(home: Home) -> 
         home.assert_untouched(shown)
 
     home.write("answer", ANSWER)
-    home.write("checkout/server/prepare.py", STAND_IN.replace("exit(0)", "exit(1)"))
+    home.pack(STAND_IN.replace("exit(0)", "exit(1)"))
     shown = home.prepare(fails=True)
     assert "waker-end" in shown
     home.assert_untouched(shown)
 
     for program in (STAND_IN, PREPARE):  # which refuses this computer, or asks
-        home.write("checkout/server/prepare.py", program)
+        home.pack(program)
         terminal = home.log_in()
         if terminal.asks("[y/N]"):
             terminal.answer("[y/N]", "n")
@@ -403,7 +432,7 @@ def test_nothing_is_written_unless_the_preparation_has_succeeded(home: Home) -> 
 # ---- The box -------------------------------------------------------------------------
 # Settings elsewhere than in /etc/waker, such as an SD card's, are written and not used.
 
-SETTLE = sys.executable, "-m", "server.from_box", "settle"
+SETTLE = *BOX, "prepare", "--settle"
 
 
 def settle(file: Path, *, fails: bool = False) -> str:
@@ -521,7 +550,7 @@ def test_settings_that_would_be_read_differently_are_not_written(file: Path) -> 
 
 
 def test_a_new_pin_is_random_and_shown_at_the_terminal_alone(file: Path) -> None:
-    assert len(set(from_box.ALPHABET)) ** 12 > 2**59
+    assert len(set(prepare.ALPHABET)) ** 12 > 2**59
     file.write_text("WAKER_PIN=\n")
     shown = settle(file)
     pin = waker.read_env_file(file)["WAKER_PIN"]
@@ -540,34 +569,45 @@ def test_a_new_pin_is_random_and_shown_at_the_terminal_alone(file: Path) -> None
 
 
 def test_an_old_python_gets_as_far_as_wakers_own_words() -> None:
-    source = CHECKOUT.joinpath("server/from_box.py").read_text()
+    source = CHECKOUT.joinpath("box/__main__.py").read_text()
     ast.parse(source, feature_version=(3, 9))
 
 
 def test_what_would_fail_later_fails_at_once(home: Home) -> None:
-    def fails(words: str, *variables: str) -> None:
-        terminal = home.server(*variables)
+    def fails(words: str, *options: str, command: Sequence[str] = PROGRAM) -> None:
+        terminal = home.run(*command, *options)
         assert terminal.end() != 0
-        assert words in terminal.printed
+        assert words in terminal.printed.replace("\n", " ")
         assert "authenticity" not in terminal.printed  # ssh has not begun
 
+    fails("the following arguments are required: SERVER")
     for server in ("", "-oProxyCommand=true"):
-        fails("make server SERVER=me@192.168.1.20", f"SERVER={server}")
-    no_card = "dist/card/waker/waker.env is missing. First run: make card (for OpenWrt,"
-    fails(no_card, "CONFIG=dist/card/waker")
+        fails("SERVER must be as ssh knows it: me@192.168.1.20", "--", server)
+    for option in ("--und", "--yess"):  # an abbreviation could mean another one later
+        fails(f"unrecognized arguments: {option}", SERVER, option)
     home.settings.write_text("WAKER_PIN=1\nWAKER_PIN=2\n")
-    fails("line 2: WAKER_PIN is set twice")
+    fails("line 2: WAKER_PIN is set twice", SERVER)
     home.settings.unlink()
-    fails("First run: make dist && sudo make install")
+    fails("/etc/waker/waker.env is missing", SERVER)
     home.settings.write_text("")
     for key in (f"{home.public_key()}, {OTHER_KEY}\n", ""):
         home.write("waker/ssh_key.pub", key)
-        fails("ssh_key.pub has no public key. Make it with: ssh-keygen -y")
+        fails("ssh_key.pub has no public key. Make it with: ssh-keygen -y", SERVER)
     home.write("waker/ssh_key.pub", OTHER_KEY)
     home.settings.write_text(EXAMPLE)
     read_only = home.enter("mount", "-o", "remount,bind,ro", "/etc/waker")
     subprocess.run(read_only, check=True)
-    fails("its folder is read-only")
+    fails("its folder is read-only", SERVER)
+    # What the box lacks.
+    no_sudo = "env", "PATH=/mnt/bin", *PROGRAM
+    fails("there is no sudo here. Run this as root.", SERVER, command=no_sudo)
+    home.stubs.joinpath("ssh").unlink()
+    fails("but here there is none. Install the pack", SERVER, command=no_sudo)
+    home.stubs.joinpath("ssh").symlink_to(need("dbclient"))
+    fails("but here `ssh` is Dropbear v2", SERVER)
+    subprocess.run(home.enter("umount", "/etc/waker"), check=True)
+    subprocess.run(home.enter("rmdir", "/etc/waker"), check=True)
+    fails("/etc/waker is missing. Install waker first, or name a folder", SERVER)
     assert calls(home.stubs) == []
 
 
@@ -590,14 +630,25 @@ def test_mistakes_in_other_settings_are_reported(home: Home) -> None:
     assert calls(home.stubs) == STARTED
 
 
-def test_a_cards_settings_are_filled_in_by_its_owner(home: Home) -> None:
-    """Without sudo, and without a waker on this computer."""
-    card = home.folder / "checkout/dist/card/waker"
-    shutil.copytree(home.settings.parent, card)
-    subprocess.run(["chown", "--recursive", "1001:1001", card], check=True)
-    home.prepare("CONFIG=dist/card/waker")
-    assert waker.read_env_file(card / "waker.env")["WAKER_SSH_HOST_KEY"] == HOST_KEY
-    assert card.joinpath("waker.env").stat().st_uid == 1001
+def test_a_folder_for_a_card_or_router_gets_a_key_and_the_settings(
+    home: Home,
+) -> None:
+    """Without sudo, and without a waker on this computer. Later, both are kept."""
+    folder, config = home.folder / "me/new/card", ("--config", "/mnt/me/new/card")
+    home.folder.joinpath("me").chmod(0o777)
+    home.prepare(*config)
+    settings = waker.read_env_file(folder / "waker.env")
+    assert settings["WAKER_SSH_HOST_KEY"] == HOST_KEY
+    (*_, key), _, _ = home.called()
+    files = {path.name: path for path in folder.iterdir()}
+    assert files.keys() == {"waker.env", "ssh_key", "ssh_key.pub"}
+    assert files["ssh_key.pub"].read_text() == f"{key}\n"
+    private = folder, files["waker.env"], files["ssh_key"]
+    for path in private:
+        assert (path.stat().st_mode & 0o077, path.stat().st_uid) == (0, 1001)
+    before = {name: path.read_bytes() for name, path in files.items()}
+    home.prepare(*config)
+    assert {name: path.read_bytes() for name, path in files.items()} == before
     assert home.settings.read_text() == EXAMPLE
     assert calls(home.stubs) == []
     assert "owner :" not in home.folder.joinpath("sudo.log").read_text()

@@ -205,7 +205,7 @@ def write(path: Path, text: str) -> None:
 
 
 def install(suite: str) -> None:
-    """Make two trees: one has nothing but Python and paramiko, one what guests need."""
+    """Make two trees: one has nothing but what waker needs, one what guests need."""
     tree, minimal = BUILD / suite, BUILD / f"minimal-{suite}"
     packages = f"{COMMON} {PACKAGES.get(suite) or PACKAGES['trixie']}"
     stale = ['--aptopt=Acquire::Check-Valid-Until "false"']  # the mirror may lag behind
@@ -218,7 +218,7 @@ def install(suite: str) -> None:
         hooks.append(f'cp --archive --one-file-system "$1" {BUILD}/pi-tree')
     run(
         *("unshare", "--mount", "mmdebstrap"),  # so that none of its mounts stays
-        *("--variant=minbase", "--include=python3-paramiko"),
+        *("--variant=minbase", "--include=openssh-client,python3-paramiko"),
         *(stale if suite == "sid" else []),
         *(f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "locale")),
         *("--dpkgopt=force-unsafe-io", *(f"--customize-hook={hook}" for hook in hooks)),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from bare import BARE, FIRST
 from computer import PATIENCE
-from conftest import need, wait_for
+from conftest import CHECKOUT, need, wait_for
 from guests import ADDRESS
 from trial import CONFIG, KNOWN, LOGIN, QUESTION, SUDO, Trial, trial_of
 
@@ -69,7 +69,7 @@ def test_one_command_prepares_a_server(trial: Trial) -> None:
     network, before = trial.run(NETWORK), trial.run(SNAPSHOT)
     assert f"{ADDRESS}/24" in network
 
-    shown = trial.make_server(KNOWN, LOGIN, SUDO, QUESTION)
+    shown = trial.prepare(KNOWN, LOGIN, SUDO, QUESTION)
     assert shown.count(trial.settings()["WAKER_PIN"]) == 1
     check_again(trial)
     assert WAKES in trial.switch_off()
@@ -94,7 +94,7 @@ def test_one_command_prepares_a_server(trial: Trial) -> None:
     assert trial.run("uname -r").strip() != kernel
     assert trial.run(NETWORK) == network
 
-    shown = trial.make_server(LOGIN, SUDO, QUESTION, UNDO="1")
+    shown = trial.prepare(LOGIN, SUDO, QUESTION, options=["--undo"])
     changed = {*before.splitlines()} ^ {*trial.run(SNAPSHOT).splitlines()}
     names = {line.split()[-1] for line in changed if kernel not in line}
     left = re.findall(r"Left: (?:the package )?([^ ,]+?)\.?[ ,\n]", shown)
@@ -107,7 +107,7 @@ def test_one_command_prepares_a_server(trial: Trial) -> None:
 def check_again(trial: Trial) -> None:
     """Run the command again: it builds nothing, and no setting changes."""
     images, settings = trial.run(IMAGES), trial.settings()
-    trial.make_server(LOGIN, SUDO)
+    trial.prepare(LOGIN, SUDO)
     assert trial.run(IMAGES) == images
     assert trial.settings() == settings
 
@@ -123,8 +123,12 @@ def processor_seconds(pid: int) -> float:
 def test_a_power_cut_does_no_harm(trial: Trial) -> None:
     computer = trial.computer
     trial.boot()
-    key = (trial.box / CONFIG / "ssh_key.pub").read_text().strip()
-    tar = [need("tar"), "-C", str(trial.box / "server"), "-c", "."]
+    private = trial.box / CONFIG / "ssh_key"
+    private.parent.mkdir()
+    make_key = [need("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-f"]
+    subprocess.run([*make_key, str(private)], check=True)
+    key = private.with_suffix(".pub").read_text().strip()
+    tar = [need("tar"), "-C", str(CHECKOUT / "server"), "-c", "."]
     packed = subprocess.run(tar, check=True, capture_output=True).stdout
     computer.run("tar -C /root -x", packed)
     assert computer.qemu
@@ -140,7 +144,7 @@ def test_a_power_cut_does_no_harm(trial: Trial) -> None:
     computer.cut_power()
     print(f"CUT after {moment:.0f} s:", *computer.console.splitlines()[-2:], sep="\n")
     trial.boot()
-    trial.make_server(KNOWN, LOGIN, SUDO, OPTIONS="--yes")
+    trial.prepare(KNOWN, LOGIN, SUDO, options=["--yes"])
     trial.switch_off()
     with trial.waker() as owner:
         trial.unlock(owner)

@@ -1,6 +1,7 @@
 """Boxes that run waker: one with systemd as init, and one with a minimal Debian."""
 
 import contextlib
+import re
 import shutil
 import socket
 import subprocess
@@ -20,12 +21,16 @@ from conftest import (
     daemon,
     make,
     need,
+    run_waker,
     wait_for,
 )
 from guests import ADDRESS, BOXES, BUILD, PACKAGES, ROUTER, ready
 from homelab import Homelab
 from namespaces import hosts
 from test_notify import UP, WAITING, Phone, hello
+from test_server import ANSWER, HOST_KEY
+
+import waker
 
 LISTENS = "ss -lnt | grep -q :8080"  # with Type=exec, a service is active before that
 
@@ -230,6 +235,17 @@ def test_messages_about_the_server_arrive_on_a_phone(
         assert phone.topic.strip("/") not in shown
 
 
+# In place of ssh: a server that has been prepared.
+SSH = f"""\
+#!/bin/sh
+[ "$1" = -V ] && exec /usr/bin/ssh -V
+sent=$(echo "$@" | sed 's/.*(echo \\(.*\\) | base64.*/\\1/' | base64 -d)
+nonce=$(echo "$sent" | sed -n 's/.* --nonce \\([0-9a-f]*\\) .*/\\1/p')
+sed "s/NONCE/$nonce/" <<END
+{ANSWER}END
+"""
+
+
 @pytest.mark.parametrize("suite", PACKAGES)
 def test_one_file_does_everything_on_a_minimal_debian(
     suite: str, tmp_path: Path
@@ -246,6 +262,23 @@ def test_one_file_does_everything_on_a_minimal_debian(
         with contextlib.closing(machine):
             shutil.copy(machine.ssh_key, folder)
             settings = machine.settings() | {"WAKER_SSH_KEY": f"/{folder.name}/ssh_key"}
+            own = {"WAKER_PIN": PIN, "WAKER_LISTEN": "127.0.0.1:0"}
+            checked = run_waker(
+                "check", settings=settings | own, by=enter, program=(program,)
+            )
+            assert re.search("(?m)^ok +paramiko", checked.stdout), checked
+            assert (checked.returncode, checked.stderr) == (0, "")
             with daemon(settings, *enter, program=(program,)) as started:
                 check_all_steps(Owner(started.client, host))
         assert sorted(path.name for path in folder.iterdir()) == ["ssh_key", "waker"]
+        folder.joinpath("ssh").write_text(SSH)
+        folder.joinpath("ssh").chmod(0o755)
+        config = f"/{folder.name}/card"
+        subprocess.run(
+            [*enter, program, "prepare", "me@192.168.77.20", "--config", config],
+            env={"PATH": f"/{folder.name}:/usr/bin:/bin"},
+            check=True,
+        )
+        settings = waker.read_env_file(folder / "card/waker.env")
+        assert settings["WAKER_SSH_HOST_KEY"] == HOST_KEY
+        assert (folder / "card/ssh_key").exists()

@@ -2,21 +2,23 @@
 
 import contextlib
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bare import ASKING, DISK, PASSWORD, ROOT_KEY, Bare, ready
 from computer import PATIENCE, Computer, Owner, computer_of, waker_on
-from conftest import PASSPHRASE, copy_checkout, need, wait_for
+from conftest import CHECKOUT, PASSPHRASE, need, wait_for
 from guests import ADDRESS, run
+from test_pack import pack
 from test_server import Terminal
 
 import waker
 
-CONFIG = "dist/card/waker"
-# What `make server` asks, and the answers.
+CONFIG = "card"
+# What `waker prepare` asks, and the answers.
 KNOWN = "(yes/no/[fingerprint])?", "yes"
 LOGIN = f"me@{ADDRESS}'s password:", PASSWORD
 SUDO = "[sudo] password for me:", PASSWORD
@@ -24,9 +26,9 @@ QUESTION = "Go on? [y/N]", "y"
 
 
 def new_box(folder: Path) -> Path:
-    """Make a fresh checkout, with a new key and no settings, and an SSH client."""
-    copy_checkout(folder)
-    run("make", "--silent", "-C", folder, "card")
+    """Make a folder with nothing but the one file and an SSH client."""
+    folder.mkdir()
+    pack(CHECKOUT, folder / "waker")
     known = folder / "known_hosts"  # not this computer's
     ssh = folder / "ssh"
     ssh.write_text(f'#!/bin/sh\nexec {need("ssh")} -oUserKnownHostsFile={known} "$@"\n')
@@ -86,15 +88,14 @@ class Trial:
         self.took("shutdown")
         return self.computer.console[begin:]
 
-    def make_server(self, *answers: tuple[str, str], **variables: str) -> str:
-        """Run `make server` on the router; returns what its terminal showed."""
+    def prepare(self, *answers: tuple[str, str], options: Sequence[str] = ()) -> str:
+        """Run `waker prepare` on the router; returns what its terminal showed."""
         terminal = Terminal(
             [
                 *self.computer.router.command(),
-                *("env", f"PATH={self.box}:{os.environ['PATH']}"),
-                *(need("make"), "--silent", "-C", str(self.box), "server"),
-                *(f"SERVER=me@{ADDRESS}", f"CONFIG={CONFIG}"),
-                *(f"{name}={value}" for name, value in variables.items()),
+                *("env", "-C", str(self.box), f"PATH={self.box}:{os.environ['PATH']}"),
+                *(sys.executable, "waker", "prepare", f"me@{ADDRESS}"),
+                *("--config", CONFIG, *options),
             ],
             3600,  # an image may take long
         )
@@ -104,7 +105,7 @@ class Trial:
         print(terminal.printed)
         assert status == 0
         assert PASSWORD not in terminal.printed
-        self.took(f"make server {variables}")
+        self.took(" ".join(["waker prepare", *options]))
         return terminal.printed
 
     def settings(self) -> dict[str, str]:

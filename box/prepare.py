@@ -1,10 +1,8 @@
 """Prepare a server from the box, and take over the settings that it reports.
 
-    python3 -m server.from_box prepare CONFIG SERVER [OPTION of prepare.py...]
-
-`make server` runs this, as the user whose SSH keys log in to SERVER. CONFIG is the
-folder with waker.env and ssh_key.pub. If only root may change it, sudo runs this file
-again: with `key` to read the public key, and with `settle` to write the settings.
+The user whose SSH keys log in to the server runs this. If only root may change the
+folder with waker.env and the key, sudo runs this file again: with `--own-key` to read
+the public key, and with `--settle` to write the settings.
 
 prepare.py, the files beside it and the public key travel in ssh's command line. That
 leaves the terminal to the passwords and to prepare.py's question. The answer is
@@ -13,35 +11,50 @@ nonce, if prepare.py succeeded and waker's own parsers accept every value. Other
 nothing is written.
 """
 
+import argparse
 import base64
 import contextlib
+import functools
 import io
 import ipaddress
 import os
 import re
 import secrets
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final, cast
 
 import waker
+from box import pack
 from waker import ConfigError
 
-CHECKOUT: Final = Path(__file__).resolve().parent.parent
+HERE: Final = Path(__file__).resolve().parent.parent  # the one file, or a checkout
+# What Python runs to run this again, there. -B: no files of root's.
+OURSELVES: Final = ("-B", "-m", "box") if HERE.is_dir() else ("-B", str(HERE))
 INSTALLED: Final = Path("/etc/waker")
-EXAMPLE: Final = CHECKOUT.joinpath("waker.env.example").read_text()
 DEFAULTS: Final = {name: default for name, (default, *_) in waker.SETTINGS.items()}
 MAX_OUTPUT: Final = 65536  # bytes of the server's output that are kept, from its end
 # 31 characters that no font makes look alike, and that need no shift on a phone. Twelve
 # have 59 bits.
 ALPHABET: Final = "abcdefghjkmnpqrstuvwxyz23456789"
 PIN_LENGTH: Final = 12
+
+
+@functools.cache
+def read_files() -> Mapping[str, bytes]:
+    """Return what the one file has, or the checkout. Raises: ConfigError."""
+    try:
+        return pack.read_files(HERE)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{HERE} is damaged: {error}. Copy it again.") from None
 
 
 # ---- Values --------------------------------------------------------------------------
@@ -109,8 +122,9 @@ def fill_in(text: str, values: Mapping[str, str]) -> str:
     Each goes where it is empty, or where the example shows it, or else to the end.
     """
     line_end = "\r\n" if "\r\n" in text else "\n"
+    whole = read_files()["waker.env.example"].decode()
     for name, value in values.items():
-        shown = re.findall(rf"(?m)^#{name}=.*$", EXAMPLE)
+        shown = re.findall(rf"(?m)^#{name}=.*$", whole)
         empty = rf"{name}[ \t]*=[ \t]*(?:\"\"|'')?"
         example = "|".join([rf"#[ \t]*{empty}", *map(re.escape, shown)])
         for pattern in (empty, example):
@@ -133,13 +147,16 @@ def remote_command(arguments: str) -> str:
 
     `arguments` are those of prepare.py, quoted for sh.
     """
-    packed = io.BytesIO()
+    sources, packed = read_files(), io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-        for path in CHECKOUT.glob("server/*"):
-            if path.name not in ("from_box.py", "remote.sh", "__pycache__"):
-                archive.add(path, path.name)
+        for name, data in sources.items():
+            folder, _, path = name.partition("/")
+            if folder == "server":
+                member = tarfile.TarInfo(path)
+                member.size = len(data)
+                archive.addfile(member, io.BytesIO(data))
     files = base64.b64encode(packed.getvalue()).decode()
-    script = CHECKOUT.joinpath("server/remote.sh").read_text()
+    script = sources["server/remote.sh"].decode()
     script = script.replace("@FILES@", files).replace("@ARGUMENTS@", arguments)
     encoded = base64.b64encode(script.encode()).decode()
     # Every shell leaves this alone between single quotes. The terminal must stay the
@@ -168,16 +185,31 @@ def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
     """Return the text of waker.env, and its settings. Raises: ConfigError."""
     file = folder / "waker.env"
     if not file.exists():
-        first = "make dist && sudo make install"
-        if folder != INSTALLED:
-            first = "make card (for OpenWrt, see docs/openwrt.md)"
-        raise ConfigError(f"{file} is missing. First run: {first}")
+        raise ConfigError(f"{file} is missing. Run `make install` again.")
     text = file.read_bytes().decode("utf-8", "surrogateescape")
     return text, waker.read_env_file(file) if text.strip() else {}
 
 
+def make_missing(folder: Path) -> None:
+    """Make the settings and the key that a folder of the user's lacks.
+
+    Raises: ConfigError, OSError
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file, key = folder / "waker.env", folder / "ssh_key"
+    if not os.path.lexists(file):
+        file.touch(0o600)
+        file.write_bytes(read_files()["waker.env.example"])
+    if not os.path.lexists(key):
+        make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "waker", "-f"]
+        if subprocess.run([*make, str(key)], check=False).returncode:
+            raise ConfigError(f"ssh-keygen could not make {key}")
+
+
 def read_key(folder: Path) -> str:
     """Return waker's public key, if waker.env can be changed. Raises: ConfigError."""
+    if folder != INSTALLED:
+        make_missing(folder)
     read_settings(folder)
     real = folder.joinpath("waker.env").resolve()
     if not os.access(real.parent, os.W_OK):
@@ -286,28 +318,60 @@ def settle(folder: Path, found: Mapping[str, str]) -> None:
 # ---- Commands ------------------------------------------------------------------------
 
 
-def prepare_server(folder: Path, server: str = "", *options: str) -> int:
+def check_client() -> None:
+    """Raise ConfigError unless `ssh` is OpenSSH's."""
+    client = shutil.which("ssh")
+    found = "there is none"
+    if client:
+        asked = subprocess.run([client, "-V"], capture_output=True, check=False)
+        version = waker.printable(asked.stderr.decode(errors="replace").strip())
+        if version.startswith("OpenSSH"):
+            return
+        # It ends if a command has more than 16 KiB.
+        found = f"`ssh` is {version[:60]}, which cannot send so long a command"
+    problem = f"This needs OpenSSH's client, but here {found}."
+    raise ConfigError(f"{problem} Install the package openssh-client.")
+
+
+def run_as_owner(
+    folder: Path, *step: str, stdout: int | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    """Run this again, as somebody who may change the folder. Raises: ConfigError."""
+    command = [sys.executable, *OURSELVES, "prepare", *step]
+    place = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if os.geteuid() and not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+        if not shutil.which("sudo"):
+            problem = f"You may not change {folder}, and there is no sudo here."
+            raise ConfigError(f"{problem} Run this as root.")
+        command.insert(0, "sudo")
+    cwd = HERE if HERE.is_dir() else None
+    return subprocess.run(command, cwd=cwd, stdout=stdout, check=False)
+
+
+def prepare_server(given: argparse.Namespace) -> int:
     """Prepare the server, or undo that. Raises: ConfigError, OSError."""
-    if not server or server.startswith("-"):
-        raise ConfigError("Name the server: make server SERVER=me@192.168.1.20")
-    again = [sys.executable, "-B", "-m", "server.from_box"]  # -B: no files of root's
-    if os.geteuid() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        again.insert(0, "sudo")
-    nonce = secrets.token_hex(16)
-    arguments = shlex.join(options)
-    if "--undo" not in options:
-        read = [*again, "key", str(folder)]
-        shown = subprocess.run(read, cwd=CHECKOUT, stdout=subprocess.PIPE, check=False)
+    folder = given.config.absolute()
+    if folder == INSTALLED and not folder.exists() and not given.undo:
+        raise ConfigError(
+            f"{folder} is missing. Install waker first, or name a folder for its key"
+            " and settings: --config FOLDER"
+        )
+    check_client()
+    options = [f"--{name}" for name in ("undo", "yes") if getattr(given, name)]
+    options += ["--card", given.interface] if given.interface else []
+    arguments, nonce = shlex.join(options), secrets.token_hex(16)
+    if not given.undo:
+        shown = run_as_owner(folder, "--own-key", str(folder), stdout=subprocess.PIPE)
         if shown.returncode:
             return shown.returncode
         key = f"{shown.stdout.decode().strip()} waker"
         # The first word of SSH_CONNECTION is the address of this box.
         box = '--box "$SSH_CONNECTION"'
         arguments += f" {box} --nonce {nonce} {shlex.quote(key)}"
-    status, output = run_there(server, remote_command(arguments))
+    status, output = run_there(given.server, remote_command(arguments))
     if status:
         raise ConfigError("Nothing was written on this box.")
-    if "--undo" in options:
+    if given.undo:
         print("\nwaker cannot unlock the server now. The settings on this box stay.")
         return 0
     try:
@@ -318,28 +382,41 @@ def prepare_server(folder: Path, server: str = "", *options: str) -> int:
             " was written on this box."
         ) from None
     settings = [f"{name}={value}" for name, value in found.items()]
-    write = [*again, "settle", str(folder), *settings]
-    return subprocess.run(write, cwd=CHECKOUT, check=False).returncode
+    return run_as_owner(folder, "--settle", str(folder), *settings).returncode
 
 
-def main(arguments: Sequence[str]) -> int:
-    if len(arguments) < 2:
-        sys.exit(__doc__)
-    command, folder = arguments[0], Path(arguments[1]).absolute()
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="waker prepare", allow_abbrev=False)
+    parser.description = "Prepare a server, so that waker can unlock its disk."
+    add = parser.add_argument
+    name = "as ssh knows it: me@192.168.1.20 or ssh://me@192.168.1.20:2200"
+    add("server", metavar="SERVER", help=name)
+    own = "a folder with waker.env and waker's key, which are made if they are missing"
+    own += f" [{INSTALLED}]"
+    add("--config", metavar="FOLDER", type=Path, default=INSTALLED, help=own)
+    card = "the server's network card; by default, the one that leads to this box"
+    add("--interface", metavar="NAME", default="", help=card)
+    add("--undo", action="store_true", help="take everything back that this did")
+    add("--yes", action="store_true", help="do not ask")
+    given = parser.parse_args(arguments)
+    if not given.server or given.server.startswith("-"):
+        parser.error(f"SERVER must be {name}")
+    return given
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command, or a step of it that only root may do."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end without a traceback
+    step, values = arguments[:1], arguments[1:]
     try:
-        if command == "prepare":
-            return prepare_server(folder, *arguments[2:])
-        if command == "key":
-            print(read_key(folder))
-        if command == "settle":
-            settle(folder, parse_settings(arguments[2:]))
+        if step == ["--own-key"]:
+            print(read_key(Path(values[0])))
+        elif step == ["--settle"]:
+            settle(Path(values[0]), parse_settings(values[1:]))
+        else:
+            return prepare_server(parse_arguments(arguments))
     except ConfigError as error:
         sys.exit(f"\n{error}")
     except OSError as error:
         sys.exit(f"\n{error.filename}: {error.strerror}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
