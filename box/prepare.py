@@ -41,7 +41,7 @@ HERE: Final = Path(__file__).resolve().parent.parent  # the one file, or a check
 OURSELVES: Final = ("-B", "-m", "box") if HERE.is_dir() else ("-B", str(HERE))
 INSTALLED: Final = Path("/etc/waker")
 DEFAULTS: Final = {name: default for name, (default, *_) in waker.SETTINGS.items()}
-MAX_OUTPUT: Final = 65536  # bytes of the server's output that are kept, from its end
+MAX_OUTPUT: Final = 1 << 20  # bytes of a server's output; a preparation prints less
 # 31 characters that no font makes look alike, and that need no shift on a phone. Twelve
 # have 59 bits.
 ALPHABET: Final = "abcdefghjkmnpqrstuvwxyz23456789"
@@ -165,16 +165,24 @@ def remote_command(arguments: str) -> str:
 
 
 def run_there(server: str, command: str) -> tuple[int, bytes]:
-    """Run a command over ssh, at this terminal; returns the status and the output."""
-    output = b""
+    """Run a command over ssh, at this terminal; returns the status and the output.
+
+    Raises: ConfigError if the server prints more than MAX_OUTPUT.
+    """
+    output = bytearray()
     ssh = ["ssh", "-t", server, command]
     with subprocess.Popen(ssh, stdout=subprocess.PIPE, bufsize=0) as process:
         printed = cast("IO[bytes]", process.stdout)
-        while chunk := printed.read(MAX_OUTPUT):
+        while chunk := printed.read(65536):
             sys.stdout.buffer.write(chunk)
             sys.stdout.buffer.flush()
-            output = (output + chunk)[-MAX_OUTPUT:]
-    return process.returncode, output
+            if len(output) <= MAX_OUTPUT:  # keep the beginning, in any case
+                output += chunk
+    if len(output) > MAX_OUTPUT:
+        raise ConfigError(
+            "The server printed more than 1 MiB. Nothing was written on this box."
+        )
+    return process.returncode, bytes(output)
 
 
 # ---- The box -------------------------------------------------------------------------

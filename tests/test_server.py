@@ -135,7 +135,8 @@ class Terminal:
         except OSError:  # the last program has closed it
             return False
         # Between ssh's end and ours, both the server's terminal and this one add a \r.
-        self.printed = re.sub("\r+\n", "\n", self.printed + text)
+        before, last = self.printed[:-9], self.printed[-9:] + text
+        self.printed = before + re.sub("\r+\n", "\n", last)
         return True
 
     def asks(self, prompt: str) -> bool:
@@ -405,11 +406,23 @@ def test_a_truth_is_understood_among_other_lines() -> None:
     assert prepare.parse_settings(prepare.find_settings(output, "NONCE")) == REPORTED
 
 
+FAR = 70_000 * "x"
+TWICE = "did not report each setting once"
+REFUSED = {
+    "no end": (LIES["no end"], TWICE),
+    "two answers far apart": (
+        ANSWER.replace(HOST_KEY, OTHER_KEY) + FAR + ANSWER,
+        TWICE,
+    ),
+    "too much": (ANSWER + 15 * FAR, "printed more than 1 MiB"),
+}
+
+
 def test_nothing_is_written_unless_the_preparation_has_succeeded(home: Home) -> None:
-    for lie in (LIES["no end"], LIES["two MAC addresses"], ANSWER + 70_000 * "x"):
+    for lie, words in REFUSED.values():
         home.write("answer", lie)
         shown = home.prepare(fails=True)
-        assert "did not report each setting once" in shown
+        assert words in shown
         home.assert_untouched(shown)
 
     home.write("answer", ANSWER)
