@@ -170,7 +170,7 @@ def run_there(server: str, command: str) -> tuple[int, bytes]:
     Raises: ConfigError if the server prints more than MAX_OUTPUT.
     """
     output = bytearray()
-    ssh = ["ssh", "-t", server, command]
+    ssh = ["ssh", "-t", "-o", "RemoteCommand=none", server, command]
     with subprocess.Popen(ssh, stdout=subprocess.PIPE, bufsize=0) as process:
         printed = cast("IO[bytes]", process.stdout)
         while chunk := printed.read(65536):

@@ -345,6 +345,16 @@ def test_a_server_without_python_says_what_to_install(home: Home) -> None:
         home.assert_untouched(shown)
 
 
+def test_a_command_of_the_users_for_this_server_is_not_run(home: Home) -> None:
+    """Some open tmux wherever they log in. ssh refuses to run two commands."""
+    home.write("config", "Host *\n    RemoteCommand touch /mnt/ran\n")
+    client = home.folder.joinpath("bin/ssh").read_text()
+    home.write("bin/ssh", client.replace("-F none", "-F /mnt/config"), 0o755)
+    home.prepare()
+    assert calls(home.stubs) == STARTED
+    assert not home.folder.joinpath("ran").exists()
+
+
 def test_a_lost_connection_leaves_nothing_on_the_server(home: Home) -> None:
     terminal = home.log_in()
     assert terminal.asks("Go on?")
