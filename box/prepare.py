@@ -42,6 +42,9 @@ OURSELVES: Final = ("-B", "-m", "box") if HERE.is_dir() else ("-B", str(HERE))
 INSTALLED: Final = Path("/etc/waker")
 DEFAULTS: Final = {name: default for name, (default, *_) in waker.SETTINGS.items()}
 MAX_OUTPUT: Final = 1 << 20  # bytes of a server's output; a preparation prints less
+# Ends whatever sequence the server's last bytes began, and resets colours: what comes
+# next must not go into the window's title, or be invisible.
+PLAIN_AGAIN: Final = "\33\\\33[m"
 # 31 characters that no font makes look alike, and that need no shift on a phone. Twelve
 # have 59 bits.
 ALPHABET: Final = "abcdefghjkmnpqrstuvwxyz23456789"
@@ -178,6 +181,7 @@ def run_there(server: str, command: str) -> tuple[int, bytes]:
             sys.stdout.buffer.flush()
             if len(output) <= MAX_OUTPUT:  # keep the beginning, in any case
                 output += chunk
+    print(end=PLAIN_AGAIN, flush=True)
     if len(output) > MAX_OUTPUT:
         raise ConfigError(
             "The server printed more than 1 MiB. Nothing was written on this box."
@@ -312,7 +316,8 @@ def settle(folder: Path, found: Mapping[str, str]) -> None:
         print(f"    {waker.printable(present[name])}\n    {value} (the server's)")
     if "WAKER_PIN" in added:  # not to standard output, which may be somebody's log
         with contextlib.suppress(OSError), Path("/dev/tty").open("w") as terminal:
-            terminal.write(f"\nYour new PIN, which is also in waker.env: {pin}\n")
+            line = f"\nYour new PIN, which is also in waker.env: {pin}\n"
+            terminal.write(PLAIN_AGAIN + line)  # `tee` may be slower than this
     if folder != INSTALLED:
         print(f"\nThe server is prepared. The box needs {folder} next.")
         return

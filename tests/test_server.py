@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pyte
 import pytest
 from conftest import (
     BOX,
@@ -450,6 +451,22 @@ def test_nothing_is_written_unless_the_preparation_has_succeeded(home: Home) -> 
         assert "Nothing was changed" in terminal.printed
         assert "waker-begin" not in terminal.printed
         home.assert_untouched(terminal.printed)
+
+
+# The last bytes of a hostile server: red, unseen, and in the window's title.
+HIDES = "\33[31;8m\33]0;"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_server_can_hide_nothing_that_the_box_says(home: Home, fails: bool) -> None:
+    """Least of all the new PIN, and that nothing was written."""
+    home.write("answer", (LIES["no end"] if fails else ANSWER) + HIDES)
+    screen = pyte.Screen(132, 99)
+    screen.set_mode(pyte.modes.LNM)  # new lines begin at the left
+    pyte.Stream(screen).feed(home.prepare(fails=fails))
+    words = "The server did not report" if fails else "Your new PIN, which"
+    (line,) = (n for n, text in enumerate(screen.display) if text.startswith(words))
+    assert screen.buffer[line][0].fg == "default"
 
 
 # ---- The box -------------------------------------------------------------------------
