@@ -26,7 +26,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import tempfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -40,6 +39,7 @@ HERE: Final = Path(__file__).resolve().parent.parent  # the one file, or a check
 # What Python runs to run this again, there. -B: no files of root's.
 OURSELVES: Final = ("-B", "-m", "box") if HERE.is_dir() else ("-B", str(HERE))
 INSTALLED: Final = Path("/etc/waker")
+NEW: Final = ".waker.env.new"  # beside waker.env, until it takes its place
 DEFAULTS: Final = {name: default for name, (default, *_) in waker.SETTINGS.items()}
 MAX_OUTPUT: Final = 1 << 20  # bytes of a server's output; a preparation prints less
 # Ends whatever sequence the server's last bytes began, and resets colours: what comes
@@ -202,6 +202,43 @@ def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
     return text, waker.read_env_file(file) if text.strip() else {}
 
 
+def write_file(
+    file: Path,
+    text: str,
+    like: os.stat_result | None = None,
+    expected: Mapping[str, str] | None = None,
+) -> None:
+    """Replace a file at once, by one with the same owner and mode as `like`.
+
+    Raises: ConfigError if that fails, or if it would not be read as expected.
+    """
+    new = file.with_name(NEW)
+    try:
+        new.unlink(missing_ok=True)
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as writer:
+            writer.write(text.encode("utf-8", "surrogateescape"))
+            writer.flush()
+            if like:
+                os.fchown(descriptor, like.st_uid, like.st_gid)
+                os.fchmod(descriptor, like.st_mode & 0o7777)
+            os.fsync(descriptor)
+        if expected:
+            will_be_read = None
+            with contextlib.suppress(ConfigError):
+                will_be_read = waker.read_env_file(new)
+            if will_be_read != expected:
+                raise ConfigError(f"Put the five settings above into {file} by hand.")
+        new.replace(file)
+        directory = os.open(file.parent, os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
+    finally:
+        new.unlink(missing_ok=True)
+
+
 def make_missing(folder: Path) -> None:
     """Make the settings and the key that a folder of the user's lacks.
 
@@ -210,8 +247,7 @@ def make_missing(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     file, key = folder / "waker.env", folder / "ssh_key"
     if not os.path.lexists(file):
-        file.touch(0o600)
-        file.write_bytes(read_files()["waker.env.example"])
+        write_file(file, read_files()["waker.env.example"].decode())
     if not os.path.lexists(key):
         make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "waker", "-f"]
         if subprocess.run([*make, str(key)], check=False).returncode:
@@ -232,35 +268,6 @@ def read_key(folder: Path) -> str:
     except (OSError, ValueError):
         make = f"ssh-keygen -y -f {folder}/ssh_key | tee {file}"
         raise ConfigError(f"{file} has no public key. Make it with: {make}") from None
-
-
-def write_settings(folder: Path, text: str, expected: Mapping[str, str]) -> None:
-    """Replace waker.env at once, and keep its owner, mode and link.
-
-    Raises: ConfigError, OSError
-    """
-    real = folder.joinpath("waker.env").resolve()
-    before = real.stat()
-    descriptor, name = tempfile.mkstemp(prefix=".waker.env.", dir=real.parent)
-    part = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(text.encode("utf-8", "surrogateescape"))
-            file.flush()
-            os.fchown(descriptor, before.st_uid, before.st_gid)
-            os.fchmod(descriptor, before.st_mode & 0o7777)
-            os.fsync(descriptor)
-        will_be_read = None
-        with contextlib.suppress(ConfigError):
-            will_be_read = waker.read_env_file(part)
-        if will_be_read != expected:
-            raise ConfigError(f"Put the five settings above into {real} by hand.")
-        part.replace(real)
-    finally:
-        part.unlink(missing_ok=True)
-    directory = os.open(real.parent, os.O_RDONLY)
-    os.fsync(directory)
-    os.close(directory)
 
 
 def start_waker(folder: Path) -> str:
@@ -298,6 +305,7 @@ def start_waker(folder: Path) -> str:
 def settle(folder: Path, found: Mapping[str, str]) -> None:
     """Add the settings to waker.env, and start waker. Raises: ConfigError, OSError."""
     file = folder / "waker.env"
+    file.resolve().with_name(NEW).unlink(missing_ok=True)  # of a run that was killed
     text, present = read_settings(folder)
     added: dict[str, str] = {}
     kept: dict[str, str] = {}
@@ -309,7 +317,8 @@ def settle(folder: Path, found: Mapping[str, str]) -> None:
     if not present.get("WAKER_PIN"):
         added["WAKER_PIN"] = pin
     if added:
-        write_settings(folder, fill_in(text, added), present | added)
+        new = fill_in(text, added)
+        write_file(file.resolve(), new, file.stat(), expected=present | added)
     print(f"\nWritten to {file}: {', '.join(added) or 'nothing new'}.")
     for name, value in kept.items():
         print(f"\n{name} was kept, but the server reports a different value:")

@@ -25,6 +25,7 @@ from conftest import (
     NO_ROOT,
     PIN,
     copy_checkout,
+    interpose,
     need,
     need_root,
     wait_for,
@@ -475,10 +476,10 @@ def test_a_server_can_hide_nothing_that_the_box_says(home: Home, fails: bool) ->
 SETTLE = *BOX, "prepare", "--settle"
 
 
-def settle(file: Path, *, fails: bool = False) -> str:
+def settle(file: Path, *by: str, fails: bool = False) -> str:
     """Write what a server has reported, at a terminal; returns what that shows."""
-    terminal = Terminal([*SETTLE, str(file.parent), *LINES.splitlines()])
-    assert terminal.end() == fails, terminal.printed
+    terminal = Terminal([*by, *SETTLE, str(file.parent), *LINES.splitlines()])
+    assert bool(terminal.end()) == fails, terminal.printed
     return terminal.printed
 
 
@@ -577,6 +578,34 @@ def test_the_file_is_replaced_but_keeps_its_owner_mode_and_link(file: Path) -> N
     assert (after.st_mode & 0o7777, after.st_uid, after.st_gid) == (0o640, *owner)
     assert after.st_ino != before.st_ino
     assert [path.name for path in real.parent.iterdir()] == ["settings"]
+
+
+@pytest.mark.parametrize("call", ["fchown", "fchmod", "fsync"])
+def test_a_disk_that_fails_is_named_and_loses_nothing(
+    file: Path, tmp_path_factory: pytest.TempPathFactory, call: str
+) -> None:
+    file.write_text(MINE)
+    fails = f"#include <errno.h>\nint {call}() {{ errno = EIO; return -1; }}"
+    library = interpose(tmp_path_factory.mktemp("library"), fails)
+    shown = settle(file, "env", f"LD_PRELOAD={library}", fails=True)
+    assert f"{file} cannot be written: Input/output error" in shown
+    assert file.read_text() == MINE
+    assert [*file.parent.iterdir()] == [file]
+
+
+def test_the_next_run_removes_what_a_killed_one_has_left(
+    file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """It has a PIN that nobody was told."""
+    file.write_text(MINE.replace("WAKER_PIN", "WAKER_SSH_USER"))
+    dies = "#include <signal.h>\nint fsync(int fd) { return raise(SIGKILL); }"
+    library = interpose(tmp_path_factory.mktemp("library"), dies)
+    settle(file, "env", f"LD_PRELOAD={library}", fails=True)
+    (left,) = {*file.parent.iterdir()} - {file}
+    assert "WAKER_PIN=" in left.read_text()
+    file.write_text(MINE + LINES)  # to which there is nothing to add
+    settle(file)
+    assert [*file.parent.iterdir()] == [file]
 
 
 def test_settings_that_would_be_read_differently_are_not_written(file: Path) -> None:
