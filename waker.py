@@ -133,10 +133,12 @@ def parse_host_keys(text: str) -> tuple[HostKey, ...]:
     # A key of an unknown type must not pass as a comment on another.
     if len(pairs) != len(re.findall(r"\bAAAA", text)) or (text and not pairs):
         raise ValueError
-    # Two keys need a comma between them: the second must not pass as a comment. With a
-    # NUL, the text could not be passed on to the process that unlocks.
-    refused = r"@(revoked|cert-authority)|AAAA[^,]*\sAAAA|[\0-\x08\x0e-\x1f\x7f-\x9f]"
-    if re.search(refused, text):
+    # Two keys need a comma between them: the second must not pass as a comment.
+    rests = (part.partition("AAAA")[2] for part in text.split(","))
+    if any(re.search(r"\sAAAA", rest) for rest in rests):
+        raise ValueError
+    # With a NUL, the text could not be passed on to the process that unlocks.
+    if re.search(r"@(revoked|cert-authority)|[\0-\x08\x0e-\x1f\x7f-\x9f]", text):
         raise ValueError
     keys: list[HostKey] = []
     for kind, encoded in pairs:
@@ -509,9 +511,7 @@ MAX_LINE: Final = 65536  # bytes of output; no initrd writes a longer line
 MAX_DISKS: Final = 16  # disks to answer; a lying server could keep asking
 SENT_REPORT: Final = b'{"sent": true}'  # printed before the passphrase is sent
 NOT_PINNED: Final = "no host key is pinned; run waker check while the initrd waits"
-NO_PARAMIKO: Final = (
-    "paramiko is missing or incomplete; run `waker check`, which names its package"
-)
+NO_PARAMIKO: Final = "paramiko is missing or incomplete; `waker check` says what to do"
 ANY_ERROR: Final = Exception  # paramiko re-raises whatever ended its thread
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,15 @@ def test_a_host_key_is_refused_wherever_it_was_cut(folder: Path) -> None:
     for end in range(1, len(KEY)):
         told = mistake(folder, SSH_HOST_KEY=KEY[:end])
         assert told.startswith("WAKER_SSH_HOST_KEY must be whole lines")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("text", ["A" * 40_000, "AAAA " * 8_000, "ssh-rsa " * 5_000])
+def test_no_host_key_costs_more_time_than_its_length(folder: Path, text: str) -> None:
+    """A server may report one of 40 kB, which once took 46 s to refuse."""
+    began = time.thread_time()
+    mistake(folder, SSH_HOST_KEY=f"ssh-ed25519 {text}")
+    assert time.thread_time() < began + 1  # second
 
 
 # Values of which each is one mistake.
