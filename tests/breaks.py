@@ -1,15 +1,17 @@
 """Break each promise in a copy of the program: does a test notice? `make breaks`
 
 `breaks.txt` has three lines for each break: a promise; a place and a change there; and
-the tests that must fail then. A place is a class, function or constant of waker.py or,
-after its name, of another file, or that file as a whole. A change is one of these:
+the tests that must fail then. A place is a file or, after its name, a class, function
+or constant there; those of waker.py may stand alone. A change is one of these:
 
     an expression ==> another expression
-    a statement ==> deleted
-    a statement ==> moved before another statement
-    a statement ==> moved after another statement
+    words of a line ==> deleted
+    words of a line ==> moved before words of another line
+    words of a line ==> moved after words of another line
 
-White space, comments and commas before a bracket do not matter.
+White space, comments and commas before a bracket do not matter. Quote the least that is
+unique in the file and shows what breaks, so that the row outlives a restructuring. Name
+a class or function only if the words are not unique without it.
 """
 
 import re
