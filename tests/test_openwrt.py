@@ -39,6 +39,7 @@ def test_the_one_file_and_the_documented_packages_are_enough(
     status, shown = run(link, "check", **openwrt)
     assert status == 0, shown
     assert "root can log in" in shown
+    assert run(link, "prepare", "--help", **openwrt)[0] == 0
     with daemon(openwrt, *read_only, program=command) as started:
         # In the new archive, everything has another place.
         newer = unpack(program, tmp_path / "newer")
