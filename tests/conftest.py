@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import http.client
-import itertools
 import json
 import os
 import py_compile
@@ -40,8 +39,6 @@ PIN = "pin-2468-pin"
 PASSPHRASE = 'correct "horse" \\ stäple'
 ODD_PASSPHRASE = "-n '$(id)` a\\tb\\0 " + "é" * 244 + "xy \u00a0 "  # 512 bytes
 MACHINE = {"WAKER_HOMELAB_MAC": MAC, "WAKER_HOMELAB_HOST": "127.0.0.1"}
-# Files whose tests mostly wait.
-WAIT = {f"test_{name}.py" for name in ("check", "notify", "start", "unlock", "watch")}
 NO_ROOT = "need root, because this system gives others no namespaces"
 Fields = Mapping[str, str]
 T = TypeVar("T")
@@ -51,22 +48,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skip", action="store_true", help="a skipped test has failed")
     parser.addoption("--cycles", type=int, default=1, help="boots in a row, tests/vm")
     parser.addoption("--screenshots", help="folder for pictures of the page")
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mix the files, so that tests that wait run beside tests that compute."""
-    share: dict[pytest.Item, float] = {}
-    for path, file in itertools.groupby(items, lambda item: item.path):
-        tests = list(file)
-        share |= {test: n / len(tests) for n, test in enumerate(tests)}
-        if path.name in WAIT:  # start early, or only these are left at the end
-            share |= {test: share[test] + 0.2 for test in tests}
-    # A file's last tests come first, because the longest are among them.
-    items.sort(key=share.__getitem__, reverse=True)
-    # Two browsers are enough: one in each process of pytest would take longer to start.
-    for n, test in enumerate(i for i in items if i.path.name == "test_page.py"):
-        test.add_marker(pytest.mark.xdist_group(f"browser {n % 2}"))
 
 
 def pytest_collection_finish() -> None:
