@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 from conftest import CHECKOUT, PASSPHRASE, PIN, Answer, Client, need, serving, wait_for
 from engines import ENTER, TAB, Engine, firefox, qt, webkit
+from homelab import ANOTHER_MAC, Homelab
 from lightningcss import process_stylesheet
 from stage import STRANGERS
-
-import waker
 
 # Safari before 17.4 lacks the first, before 16 the second.
 OLD_SAFARI = """
@@ -63,11 +62,11 @@ class Person:
 @everywhere
 @pytest.mark.parametrize("name", [*TODAYS, *OLDEST])
 def test_the_keyboard_cancels_a_start_and_brings_the_server_up(
-    name: str, api: Client, config: waker.Config, tmp_path: Path
+    name: str, api: Client, lab: Homelab, tmp_path: Path
 ) -> None:
-    asleep = config._replace(mac=waker.Mac(b"\0" * 6))  # no packet wakes it
     start = (TODAYS | OLDEST)[name]
-    with serving(asleep) as client, start(tmp_path) as engine:
+    config = lab.config(lab.settings(PIN=PIN, HOMELAB_MAC=ANOTHER_MAC))
+    with serving(config) as client, start(tmp_path) as engine:  # which wakes nothing
         person = Person(engine, client).open()
         person.enters(PIN).reads("Off").has_focus("passphrase")
         person.enters(PASSPHRASE).reads("0:0").has_focus("headline")

@@ -20,7 +20,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe  # type: ignore[import-untyped]
 from conftest import CHECKOUT, PASSPHRASE, PIN, Client, need, serving
 from engines import listening
-from homelab import Homelab
+from homelab import ANOTHER_MAC, PACKET, Homelab
 from playwright.sync_api import Browser, Playwright, expect, sync_playwright
 from stage import (
     ALARM,
@@ -90,10 +90,11 @@ def phone(api: Client, new_phone: NewPhone) -> Phone:
     return new_phone(api)
 
 
-def test_the_page_can_be_read_in_one_sitting() -> None:
+def test_the_page_can_be_read_in_one_sitting(api: Client) -> None:
     """And comes within the first packets of a connection."""
     assert len(SOURCE.splitlines()) <= 840
-    assert len(waker.Page().packed.body) <= 13_800  # bytes
+    packed = api.call("GET", "/", headers={"Accept-Encoding": "gzip"})
+    assert len(packed.body) <= 13_800  # bytes
 
 
 # ---- What is shown, and to whom ------------------------------------------------------
@@ -460,13 +461,10 @@ def test_at_2_s_per_round_trip_nothing_moves_or_is_called_old(phone: Phone) -> N
 # ---- The two secrets -----------------------------------------------------------------
 
 
-def test_two_secrets_bring_the_server_up(
-    config: waker.Config, lab: Homelab, new_phone: NewPhone
-) -> None:
+def test_two_secrets_bring_the_server_up(lab: Homelab, new_phone: NewPhone) -> None:
     """Both wrong at first; a second phone sees it, and the browser keeps no secret."""
-    packet = b"\xff" * 6 + config.mac * 16
-    asleep = config._replace(mac=waker.Mac(b"\0" * 6))  # no packet of waker's wakes it
-    with serving(asleep, lab.settings()) as client:
+    settings = lab.settings(PIN=PIN, HOMELAB_MAC=ANOTHER_MAC)
+    with serving(lab.config(settings), settings) as client:  # which wakes nothing
         phone, other = (new_phone(client).open().give_pin() for _ in range(2))
         phone.sees("off").press("Show").hold("start").start().is_busy()
         expect(phone.part("passphrase")).to_have_attribute("type", "password")
@@ -479,7 +477,7 @@ def test_two_secrets_bring_the_server_up(
         phone.start("wrong ").sees("starting")
         other.sees("starting")
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-            udp.sendto(packet, ("127.0.0.1", lab.packet_port))
+            udp.sendto(PACKET, ("127.0.0.1", lab.packet_port))
         phone.reads("Wrong passphrase. It began or ended with a space").marks(1)
         assert (phone.focus(), phone.passphrase()) == ("passphrase", "wrong ")
         phone.page.keyboard.type(PASSPHRASE)  # replaces what was typed, as selected

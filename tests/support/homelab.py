@@ -31,6 +31,7 @@ DROPBEAR = "SSH-2.0-dropbear_2022.83"
 OPENSSH = "SSH-2.0-OpenSSH_9.2p1 Debian-2+deb12u7"
 REJECTION = b"cryptsetup failed, bad password or options?"
 MAC = "52:54:00:12:34:56"
+ANOTHER_MAC = "52:54:00:65:43:21"
 Settings = dict[str, str]
 PACKET = b"\xff" * 6 + bytes.fromhex(MAC.replace(":", "")) * 16
 
