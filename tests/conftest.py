@@ -269,14 +269,17 @@ class Daemon:
         pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
+    def cpu_seconds(self) -> float:
+        """Return for how many seconds it has used a processor."""
+        stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        ticks = sum(map(int, stat.rpartition(")")[2].split()[11:13]))
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     def busy(self, seconds: float) -> float:
         """Return the share of the time in which it uses a processor."""
-        used = []
-        for pause in (seconds, 0):
-            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
-            used.append(sum(map(int, stat.rpartition(")")[2].split()[11:13])))
-            time.sleep(pause)
-        return (used[1] - used[0]) / os.sysconf("SC_CLK_TCK") / seconds
+        before = self.cpu_seconds()
+        time.sleep(seconds)
+        return (self.cpu_seconds() - before) / seconds
 
     def count_naps(self) -> int:
         """Return how often its threads have waited for something."""
