@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from ipaddress import IPv4Address
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -249,9 +248,10 @@ class Homelab(Ports):
 def main(wish: str = "127.0.0.1:8080", *, pace: float = 4) -> int:
     """Run the homelab and the daemon until ^C; Enter switches the machine off."""
     try:
-        with waker.listen(waker.parse_listen(wish)) as free:
+        needs = {"WAKER_LISTEN": wish}
+        with waker.listen(waker.read_config(needs, Path(), needs).listen) as free:
             address, port = listen = free.getsockname()[:2]
-    except (ValueError, OSError):
+    except (waker.ConfigError, OSError):
         right = "LISTEN must be a free ADDRESS:PORT of this box, such as 127.0.0.1:8090"
         sys.exit(f"{wish} cannot be used; {right}")
     pin, passphrase = "24681012", "correct horse battery staple"
@@ -260,9 +260,10 @@ def main(wish: str = "127.0.0.1:8080", *, pace: float = 4) -> int:
         own = {"WAKER_PIN": pin, "WAKER_HOMELAB_NAME": "demo server"}
         config = machine.config(machine.settings() | own)._replace(listen=listen)
         if address in ("::", "0.0.0.0"):  # a phone needs one of this box's own
-            outside = config._replace(broadcast=IPv4Address("192.0.2.1"))
-            with contextlib.suppress(OSError):  # there is no network
-                address = waker.find_source_address(outside)
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+                with contextlib.suppress(OSError):  # there is no network
+                    udp.connect(("192.0.2.1", 9))  # which sends nothing
+                    address = udp.getsockname()[0]
         host = f"[{address}]" if ":" in address else address
         print(f"Open        http://{host}:{port}/")
         print(f"PIN         {pin}\npassphrase  {passphrase}")
