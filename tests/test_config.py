@@ -19,12 +19,10 @@ from conftest import (
     run_waker,
 )
 from machine import Machine
+from ssh_servers import BLOB, FINGERPRINT, KEY
 
 import waker
 
-BLOB = "AAAAC3NzaC1lZDI1NTE5AAAAIBY2xOJpJNDwk1cMHNNuzpGDxx0mcY1J1uFCK6mzUGmd"
-KEY = f"ssh-ed25519 {BLOB}"
-FINGERPRINT = "SHA256:c5CSjps6Y5OSk8aYpkchHhILDzS+dm64U2iAOxSq/1g"  # by ssh-keygen -l
 NISTP256 = "AAAAE2VjZHNhLXNoYTItbmlzdHAyNTYAAAAIbmlzdHAyNTY="
 PEM = "-----BEGIN OPENSSH PRIVATE KEY-----\n"
 
@@ -52,13 +50,14 @@ def mistake(folder: Path, **others: str) -> str:
 # ---- Values --------------------------------------------------------------------------
 
 
-def test_host_keys_paste_as_whole_lines() -> None:
-    pinned = base64.b64decode(BLOB)
-    assert waker.fingerprint(waker.HostKey(pinned)) == FINGERPRINT
-    for text in (f"  {KEY} of the old box, in the cellar\t", f"[10.0.0.2]:2222 {KEY}"):
-        assert waker.parse_host_keys(text) == (pinned,)
-    two = f"nas,10.0.0.2 {KEY} a, b,nas,10.0.0.2 {KEY}"
-    assert waker.parse_host_keys(two) == (pinned, pinned)
+def test_host_keys_paste_as_whole_lines(folder: Path) -> None:
+    for text, count in {
+        f"  {KEY} of the old box, in the cellar\t": 1,
+        f"[10.0.0.2]:2222 {KEY}": 1,
+        f"nas,10.0.0.2 {KEY} a, b,nas,10.0.0.2 {KEY}": 2,
+    }.items():
+        config = waker.read_config(SETTINGS | {"WAKER_SSH_HOST_KEY": text}, folder)
+        assert config.host_key == (base64.b64decode(BLOB),) * count
 
 
 def test_a_host_key_is_refused_wherever_it_was_cut(folder: Path) -> None:

@@ -53,7 +53,9 @@ from machine import (
 from namespaces import Home, ip
 from paramiko import common
 from ssh_servers import (
+    FINGERPRINT,
     HOST_KEY,
+    KEY,
     about_to_send,
     free_port,
     settings_at,
@@ -347,9 +349,10 @@ def reads(channel: paramiko.Channel) -> bytes:
     return channel.makefile("rb").read()
 
 
-OTHERS = f"{public_line(OTHER_KEY)},{public_line(new_key())}"
+OTHERS = f"{KEY},{public_line(new_key())}"
 BOTH = f"{OTHERS},{public_line(HOST_KEY)}"
-IMPOSTOR = f"{DIFFERS}: .*SHA256:.*SHA256:.*not sent"
+PINNED = f"pinned {re.escape(FINGERPRINT)} or SHA256:"
+IMPOSTOR = f"{DIFFERS}: .*{PINNED}.*, seen SHA256:.*not sent"
 SERVERS = {
     "an impostor": (DROPBEAR, OTHERS, "own port", IMPOSTOR),
     "an impostor on one port": (DROPBEAR, OTHERS, "one port", IMPOSTOR),

@@ -31,6 +31,9 @@ from homelab import Settings, new_key, public_line, reserve, tcp_server
 # there. So SSH servers are user 1 in a namespace within, and everybody's files are his.
 AS_USER_1 = "unshare --user --map-user=1 --map-group=1"
 HOST_KEY = new_key()
+BLOB = "AAAAC3NzaC1lZDI1NTE5AAAAIBY2xOJpJNDwk1cMHNNuzpGDxx0mcY1J1uFCK6mzUGmd"
+KEY = f"ssh-ed25519 {BLOB}"  # of no server
+FINGERPRINT = "SHA256:c5CSjps6Y5OSk8aYpkchHhILDzS+dm64U2iAOxSq/1g"  # by ssh-keygen -l
 RESERVED: list[socket.socket] = []  # kept bound, so that no other program gets the port
 
 
