@@ -21,8 +21,6 @@ from conftest import (
 )
 from machine import Machine
 
-import waker
-
 TOP = ["ui.html", "waker.env.example", "waker.init", "waker.py", "waker.service"]
 RUN = {"__main__.py", "waker.py", *(f"box/{p.name}" for p in CHECKOUT.glob("box/*.py"))}
 COMPILE = "--compile"
@@ -143,7 +141,7 @@ def test_the_compiled_code_is_what_runs_unless_this_python_differs(
     program: Path,
 ) -> None:
     """Python compares time stamps, if there are any, in local time."""
-    right = 0, f"waker {waker.__version__}\n"
+    right = 0, run_waker("--version").stdout
     pack(program, program, COMPILE)
     replace(program, "waker.py", b"no Python")
     for zone in ("UTC", "Europe/Berlin"):
