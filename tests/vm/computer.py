@@ -20,6 +20,7 @@ from guests import ADDRESS, MAC, ROUTER, SSH_KEY
 from namespaces import IFF_TAP, Namespace, hosts
 
 PATIENCE = 600  # seconds: a guest shares its processor with others
+STILL_LOCKED = "or the passphrase was wrong."  # how a start's message ends then
 MAGIC = b"\xff" * 6 + bytes.fromhex(MAC.replace(":", "")) * 16
 
 

@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 from bare import BARE, FIRST
-from computer import PATIENCE
+from computer import PATIENCE, STILL_LOCKED
 from conftest import CHECKOUT, need, wait_for
 from guests import ADDRESS
 from trial import CONFIG, KNOWN, LOGIN, QUESTION, SUDO, Trial, trial_of
-
-import waker
 
 pytestmark = pytest.mark.timeout(4 * 3600)
 # What the network looks like, and what failed at boot.
@@ -74,7 +72,7 @@ def test_one_command_prepares_a_server(trial: Trial) -> None:
     check_again(trial)
     assert WAKES in trial.switch_off()
     with trial.waker() as owner:
-        start = owner.start("wrong", trial.wake, waker.STILL_LOCKED)
+        start = owner.start("wrong", trial.wake, STILL_LOCKED)
         assert start["outcome"] == "wrong_passphrase", start
         assert [owner.unlock("wrong")[0] for _ in range(9)] == [400] * 9
         trial.unlock(owner)
