@@ -217,13 +217,11 @@ def test_a_second_signal_ends_the_daemon_at_once(machine: Machine) -> None:
 # ---- Commands ------------------------------------------------------------------------
 
 
-def test_help_names_each_setting_and_version_the_version() -> None:
+def test_help_names_each_setting_and_command() -> None:
     text = run_waker("--help")
     assert text.returncode == 0
     words = re.findall(r"\w+", text.stdout)
     assert {*waker.SETTINGS, "serve", "unlock", "state"} <= {*words}
-    ended = run_waker("--version")
-    assert (ended.returncode, ended.stdout) == (0, f"waker {waker.__version__}\n")
 
 
 def test_a_command_that_cannot_run_says_so_by_its_status() -> None:
