@@ -333,6 +333,13 @@ def run_waker(
     )
 
 
+@functools.cache
+def result_of(outcome: str) -> str:
+    """Return what `waker unlock` prints at its end, with this outcome in it."""
+    ended = run_waker("unlock", settings=MACHINE)  # which is given no passphrase
+    return ended.stdout.strip().replace("error", outcome)
+
+
 def run_python(code: str, folder: Path = CHECKOUT, given: str = "") -> str:
     """Run code that imports waker, of a folder, to its end; returns what it printed."""
     command = [sys.executable, "-c", code]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import (
@@ -25,6 +26,7 @@ from conftest import (
     environment,
     make,
     need,
+    result_of,
     run_python,
     run_waker,
     shortened,
@@ -130,27 +132,26 @@ def test_a_process_that_hangs_ends_in_time(tmp_path: Path) -> None:
 
     The daemon kills it five seconds after its time is up: here, after one second.
     """
-    shortened(tmp_path, UNLOCK_SECONDS=-4)
+    program = shortened(tmp_path, UNLOCK_SECONDS=-4)
     assert "status -9" in run_python(HANGS, tmp_path)
     tmp_path.joinpath("paramiko.py").write_text("import time; time.sleep(60)")
-    code = "import waker; waker.print_unlock(waker.Config(), 1)"  # second
-    with pytest.raises(subprocess.CalledProcessError, match="SIGALRM"):
-        run_python(code, tmp_path, PASSPHRASE)
+    shortest = "unlock", "--seconds=6"
+    ended = run_waker(*shortest, settings=MACHINE, given=PASSPHRASE, program=program)
+    assert ended.returncode == -signal.SIGALRM
 
 
-def unlock_by(*command: str) -> waker.Result:
+def unlock_by(*command: str) -> Any:
     """Unlock by a process of which the test says what it does."""
     start = waker.Start(waker.Passphrase(PASSPHRASE), 0, waits=False)
     return start.unlock((command, os.environ))
 
 
 SENT = '{"sent": true}\n'
-RESULT = '{"outcome": "unlocked", "sent": true, "message": "m", "hint": null}'
-REPORTS = {
+REPORTS = {  # with results of these outcomes
     "no result": ("hello", "error"),
     "half a result": (f'{SENT}{{"outcome": "unlocked"}}', "not_confirmed"),
-    "unknown outcome": (SENT + RESULT.replace("unlocked", "opened"), "not_confirmed"),
-    "more than a result": (f"{SENT}{RESULT}\nhello", "not_confirmed"),
+    "unknown outcome": (f"{SENT}%(opened)s", "not_confirmed"),
+    "more than a result": (f"{SENT}%(unlocked)s\nhello", "not_confirmed"),
 }
 
 
@@ -159,7 +160,8 @@ def test_only_a_complete_result_is_believed(
     capfd: pytest.CaptureFixture[str], printed: str, outcome: str
 ) -> None:
     script = 'echo "$0"; echo why >&2; kill -9 $$'
-    result = unlock_by("sh", "-c", script, printed)
+    results = {word: result_of(word) for word in ("opened", "unlocked")}
+    result = unlock_by("sh", "-c", script, printed % results)
     assert (result.outcome.word, result.sent) == (outcome, SENT in printed)
     assert "status -9; see waker's log" in result.message
     assert "why\n" in capfd.readouterr().err  # the log
@@ -167,7 +169,7 @@ def test_only_a_complete_result_is_believed(
 
 def test_a_process_that_cannot_start_has_sent_nothing() -> None:
     result = unlock_by("/nowhere")
-    assert (result.outcome, result.sent) == (waker.Outcome.ERROR, False)
+    assert (result.outcome.word, result.sent) == ("error", False)
     assert re.search("cannot start: No such file.*not sent", result.message)
 
 

@@ -19,6 +19,7 @@ from conftest import (
     daemon,
     each,
     is_open,
+    result_of,
     shortened,
     wait_for,
     wait_for_process,
@@ -271,7 +272,7 @@ def test_a_cancel_before_the_process_begins_gives_it_nothing(tmp_path: Path) -> 
     start = waker.Start(waker.Passphrase(PASSPHRASE), 0, waits=False)
     start.cancel()
     result = start.unlock((["tee", str(tmp_path / "given")], os.environ))
-    assert result == waker.conclude(waker.Outcome.CANCELLED)
+    assert (result.outcome.word, result.sent) == ("cancelled", False)
     assert tmp_path.joinpath("given").read_bytes() == b""
 
 
@@ -333,7 +334,6 @@ def test_a_start_that_cannot_unlock_wakes_nothing(machine: Machine) -> None:
 OFF = waker.PortStates(waker.PortState.SILENT, waker.PortState.SILENT)
 UP = OFF._replace(system=waker.PortState.OPEN)
 LOCKED = OFF._replace(initrd=waker.PortState.OPEN)
-UNLOCKED = '{"outcome": "unlocked", "sent": true, "message": "m", "hint": null}'
 
 
 class Scripted(waker.Watcher):
@@ -405,7 +405,7 @@ class Unnamed(type):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_bug_ends_a_start_and_the_next_may_begin(machine: Machine) -> None:
     """It says whether the passphrase may have been sent."""
-    starter, watcher = starter_of(machine, ["/bin/echo", UNLOCKED])
+    starter, watcher = starter_of(machine, ["/bin/echo", result_of("unlocked")])
     for kind, words in ((type, "bug: Bug.*was not sent"), (Unnamed, "")) * 2:
         watcher.error = kind("Bug", (Exception,), {})
         start = run_start(starter)["start"]
