@@ -9,6 +9,8 @@ import sys
 import yaml
 from conftest import CHECKOUT, MACHINE, daemon, run_waker
 
+import waker
+
 SOURCE = CHECKOUT.joinpath("waker.py").read_text()
 TREE = ast.parse(SOURCE)
 NETWORK = r"socket\.(socket|create_\w+|getaddrinfo)\(|\.connect\(\(|sendto\("
@@ -37,6 +39,13 @@ def test_few_functions_touch_the_network_and_one_starts_processes() -> None:
     assert len(users(r"\bPopen\(|subprocess\.\w+\(|os\.(system|exec|spawn|fork)")) == 1
     assert users(r"environ\b|getenv") == {"find_settings", "run_command"}
     assert not users(r"write_(text|bytes)|open\([^)]*['\"][rb]*[wax+]|mkdir|unlink")
+
+
+def test_the_tests_need_few_names_of_it() -> None:
+    """Or to move something in it would break tests of something else."""
+    tests = "".join(path.read_text() for path in CHECKOUT.glob("tests/**/*.py"))
+    names = {*re.findall(r"\bwaker\.(\w+)", tests)} & vars(waker).keys()
+    assert len(names) <= 25, sorted(names)
 
 
 def test_no_program_is_among_the_pages() -> None:
