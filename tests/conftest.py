@@ -168,8 +168,6 @@ class Answer:
 
     @property
     def error(self) -> str:
-        assert set(self.json) == {"error"}
-        assert self.headers["Content-Type"] == "application/json"
         return str(self.json["error"])
 
 
