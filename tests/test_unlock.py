@@ -1,6 +1,7 @@
 """An unlock over SSH: to which server, at which moment, and what is said of it."""
 
 import contextlib
+import json
 import re
 import signal
 import socket
@@ -229,6 +230,29 @@ def test_a_failed_start_is_forgotten_once_the_system_is_up(
             assert bool(start) == bool(pinned)
 
 
+PRINTED = {  # by an initrd's script: whether it is sent, and the exit status
+    "unlocked": (ROOT, True, 0),
+    "already_open": ("exit 0", False, 0),
+    "up": (f"{SAYS} the system has booted", False, 0),
+    "wrong_passphrase": ("asks root; take; rejects", True, 1),
+    "gave_up": (GAVE_UP, False, 1),
+}
+
+
+@pytest.mark.parametrize("outcome", PRINTED)
+def test_waker_unlock_prints_when_it_sends_and_then_the_result(
+    machine: Machine, outcome: str
+) -> None:
+    script, is_sent, status = PRINTED[outcome]
+    settings = machine.ask(f"{ONCE}; {script}").settings()
+    ended = run_waker("unlock", settings=settings, given=PASSPHRASE)
+    assert (ended.returncode, ended.stderr) == (status, "")
+    *sent, result = map(json.loads, ended.stdout.splitlines())
+    assert sent == [{"sent": True}] * is_sent
+    assert result.keys() == {"outcome", "sent", "message", "hint"}
+    assert (result["outcome"], result["sent"]) == (outcome, is_sent)
+
+
 # ---- The passphrase ------------------------------------------------------------------
 
 
@@ -263,6 +287,8 @@ def test_a_signal_ends_it_before_it_sends(machine: Machine, ending: int) -> None
         child.process.send_signal(ending)
         assert child.finish() is None
         assert child.process.returncode == -ending
+        assert child.process.stderr
+        assert child.process.stderr.read() == b""  # no traceback
 
 
 def test_no_signal_ends_it_once_it_is_about_to_send(machine: Machine) -> None:

@@ -94,13 +94,8 @@ def process(port: int, script: str, *options: str) -> Iterator[subprocess.Popen[
 def unlock(settings: Settings, given: str = PASSPHRASE, seconds: int = 60) -> str:
     """Run `waker unlock`; returns the outcome, the message and the hint."""
     ended = run_waker("unlock", f"--seconds={seconds}", settings=settings, given=given)
-    assert ended.stderr == ""
-    *sent, result = map(json.loads, ended.stdout.splitlines())
-    assert result.keys() == {"outcome", "sent", "message", "hint"}
-    assert sent == [{"sent": True}] * len(sent)
-    assert result["sent"] == bool(sent)
-    is_right = result["outcome"] in ("unlocked", "already_open", "up")
-    assert ended.returncode == (0 if is_right else 1)
+    assert ended.stdout, ended.stderr
+    result = json.loads(ended.stdout.splitlines()[-1])
     words = f"{result['outcome']}:", result["message"], result["hint"]
     return " ".join(filter(None, words))
 
@@ -140,8 +135,6 @@ class Unlocking:
         """Read to its end; returns the result, or None if it printed none."""
         with open(self.output, closefd=False) as output:
             lines = output.read().strip().splitlines()
-        assert self.process.stderr
-        assert self.process.stderr.read() == b""
         self.process.wait(60)
         return json.loads(lines[-1]) if lines else None
 
