@@ -8,6 +8,7 @@ import sys
 
 import yaml
 from conftest import CHECKOUT, MACHINE, daemon, run_waker
+from machine import Machine
 
 import waker
 
@@ -92,6 +93,19 @@ def test_the_routes_are_those_that_are_described() -> None:
     }
     members = ", ".join(map(json.dumps, SCHEMAS["Status"]["properties"]))
     assert f"`{{{members}}}`" in table
+
+
+def test_the_status_has_the_members_that_are_described(machine: Machine) -> None:
+    """And `waker state` prints some of them."""
+    with machine.starting() as client:
+        status = client.status()
+    for name, shown in (("Status", status), ("Start", status["start"])):
+        schema = SCHEMAS[name]
+        assert [*shown] == schema["required"] == [*schema["properties"]]
+    ended = run_waker("state", settings=machine.settings())
+    assert (ended.returncode, ended.stderr, ended.stdout.count("\n")) == (0, "", 1)
+    names = "state", "reachable", "initrd_ssh_open", "system_ssh_open"
+    assert json.loads(ended.stdout) == {name: status[name] for name in names}
 
 
 def test_the_words_for_programs_are_those_that_are_described() -> None:

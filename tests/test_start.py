@@ -42,9 +42,6 @@ from namespaces import Home, ip
 import waker
 
 RIGHT = PASSPHRASE.encode()
-START_MEMBERS = {
-    *("phase", "outcome", "message", "hint", "seconds", "sent", "woke", "times")
-}
 
 # ---- From waking to the system -------------------------------------------------------
 
@@ -56,7 +53,6 @@ def test_a_start_wakes_unlocks_and_watches(machine: Machine) -> None:
         answer = client.start()
         assert (answer.status, answer.json.keys()) == (200, {"success", "message"})
         start = wait_until(client, "waking")
-        assert start.keys() == START_MEMBERS
         assert (start["outcome"], start["sent"]) == (None, False)
         wait_until_shown(client, lambda now: "Magic packet sent" in now["message"])
         packets: list[bytes] = []

@@ -6,11 +6,10 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 from conftest import (
-    CHECKOUT,
     MACHINE,
     daemon,
     each,
@@ -24,27 +23,20 @@ from machine import CLOSED, OPEN, SILENT, Machine, wait_for_state
 from namespaces import Home, ip, udp_packets
 from ssh_servers import free_port, says
 
-STATE_MEMBERS = "state", "reachable", "initrd_ssh_open", "system_ssh_open"
 
-
-def state(
-    host: str, initrd_port: int = 2222, system_port: int = 22, *by: str
-) -> tuple[object, ...]:
+def state(host: str, initrd_port: int = 2222, system_port: int = 22, *by: str) -> Any:
     """Return what `waker state` prints, which needs no other settings."""
     where = {
         "WAKER_HOMELAB_HOST": host,
         "WAKER_INITRD_SSH_PORT": str(initrd_port),
         "WAKER_SYSTEM_SSH_PORT": str(system_port),
     }
-    ended = run_waker("state", settings=where, by=by)
-    assert (ended.returncode, ended.stderr, ended.stdout.count("\n")) == (0, "", 1)
-    members = json.loads(ended.stdout)
-    assert tuple(members) == STATE_MEMBERS
-    return tuple(members.values())
+    return json.loads(run_waker("state", settings=where, by=by).stdout)
 
 
 # ---- What the ports show -------------------------------------------------------------
 
+MEMBERS = "state", "reachable", "initrd_ssh_open", "system_ssh_open"
 STATES = {
     "off": (SILENT, SILENT, ("off", False, False, False)),
     "booting": (CLOSED, SILENT, ("booting", True, False, False)),
@@ -61,12 +53,10 @@ def test_the_status_shows_what_the_ports_do(
     machine.show(initrd, system)
     with machine.waker() as started:
         status = started.client.status()
-    api = yaml.safe_load(CHECKOUT.joinpath("docs/openapi.yaml").read_text())
-    schema = api["components"]["schemas"]["Status"]
-    assert [*status] == schema["required"] == [*schema["properties"]]
-    assert tuple(status[name] for name in STATE_MEMBERS) == expected
     assert (status["name"], status["start"]) == ("Home server", None)
-    assert state("127.0.0.1", machine.initrd_port, machine.system_port) == expected
+    printed = state("127.0.0.1", machine.initrd_port, machine.system_port)
+    for shown in (status, printed):
+        assert tuple(shown[name] for name in MEMBERS) == expected
 
 
 BANNERS = {
@@ -81,17 +71,18 @@ BANNERS = {
 @each("banner expected", BANNERS)
 def test_one_port_is_told_apart_by_its_banner(banner: str, expected: str) -> None:
     with says(banner.encode("latin-1")) as port:
-        assert state("127.0.0.1", port, port)[0] == expected
+        assert state("127.0.0.1", port, port)["state"] == expected
 
 
 def test_an_address_may_be_unknown_absent_or_an_ipv6_one(home: Home) -> None:
     router = home[0]
     # Linux lets nobody connect to a broadcast address. That is no state of the machine.
-    assert state("127.255.255.255")[:2] == ("unknown", False)
+    seen = state("127.255.255.255")
+    assert (seen["state"], seen["reachable"]) == ("unknown", False)
     # Once a machine has not answered ARP for a while, Linux reports it as unreachable.
     ip(f"-n {router.name} route add unreachable 192.168.77.99")
-    assert state("192.168.77.99", 2222, 22, *router.command())[0] == "off"
-    assert state("::1", 2222, 22, *router.command())[0] == "booting"
+    for address, expected in (("192.168.77.99", "off"), ("::1", "booting")):
+        assert state(address, 2222, 22, *router.command())["state"] == expected
 
 
 def test_only_a_real_connection_means_an_open_port(tmp_path: Path) -> None:
@@ -102,7 +93,7 @@ def test_only_a_real_connection_means_an_open_port(tmp_path: Path) -> None:
     library = interpose(tmp_path, "int connect(void) { return 0; }")
     by = "env", f"LD_PRELOAD={library}"
     seen = state("127.0.0.1", free_port(), free_port(), *by)
-    assert seen[0] == "unknown"
+    assert seen["state"] == "unknown"
 
 
 # ---- In time, and not too often ------------------------------------------------------
