@@ -245,10 +245,11 @@ def make_missing(folder: Path) -> None:
     Raises: ConfigError, OSError
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file, key = folder / "waker.env", folder / "ssh_key"
+    file = folder / "waker.env"
+    key, public = folder / "ssh_key", folder / "ssh_key.pub"
     if not os.path.lexists(file):
         write_file(file, read_files()["waker.env.example"].decode())
-    if not os.path.lexists(key):
+    if not any(map(os.path.lexists, (key, public))):  # each alone is enough
         make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "waker", "-f"]
         if subprocess.run([*make, str(key)], check=False).returncode:
             raise ConfigError(f"ssh-keygen could not make {key}")
