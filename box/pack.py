@@ -16,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 SHEBANG = b"#!/usr/bin/python3\n"  # Debian's python3-paramiko is for this one
@@ -26,22 +28,35 @@ FOLDERS = "box", "server"
 def read_files(source: Path) -> dict[str, bytes]:
     """Return the contents of the files, by their names in the program.
 
-    Raises: OSError, BadZipFile if one is damaged.
+    Raises: OSError, ValueError if the program is damaged.
     """
     if source.is_dir():
-        paths = [source / name for name in TOP]
+        # Python begins with the first one. In a checkout, it is `python3 -m box`.
+        paths = {"__main__.py": source / "box/__main__.py"}
+        paths |= {name: source / name for name in TOP}
         for folder in FOLDERS:
-            paths += [path for path in source.glob(f"{folder}/**/*") if path.is_file()]
-        files = {
-            path.relative_to(source).as_posix(): path.read_bytes()
-            for path in paths
-            if path.suffix != ".pyc"
-        }
-        # Python runs this one of the program. In a checkout, it is `python3 -m box`.
-        return files | {"__main__.py": files["box/__main__.py"]}
-    with zipfile.ZipFile(source) as archive:
-        # Reading compares checksums.
-        return {name: archive.read(name) for name in archive.namelist()}
+            for path in source.glob(f"{folder}/**/*"):
+                if path.is_file() and path.suffix != ".pyc":
+                    paths[path.relative_to(source).as_posix()] = path
+        return {name: path.read_bytes() for name, path in paths.items()}
+    try:
+        with zipfile.ZipFile(source) as archive:
+            # Reading compares checksums.
+            return {name: archive.read(name) for name in archive.namelist()}
+    except (zipfile.BadZipFile, zlib.error, RuntimeError) as error:
+        raise ValueError(error) from None
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise ValueError if a file is none of the sources."""
+    for name in names:
+        folder, *others = name.split("/")
+        if name.endswith(".pyc"):
+            raise ValueError(f"{name} would run in place of its source")
+        if name not in ("__main__.py", *TOP) and folder not in FOLDERS:
+            raise ValueError(f"{name} is none of waker's files")
+        if not {"", ".", ".."}.isdisjoint(others):
+            raise ValueError(f"{name} is no file's name")
 
 
 def compile_sources(files: dict[str, bytes]) -> dict[str, bytes]:
@@ -66,22 +81,23 @@ def compile_sources(files: dict[str, bytes]) -> dict[str, bytes]:
 def pack(source: Path, target: Path, *, with_code: bool) -> None:
     """Write the program; `target` stays as it is until that is complete."""
     files = read_files(source)
-    for name in files:
-        if name.endswith(".pyc"):
-            raise ValueError(f"{name} would run in place of its source")
+    check_names(files)
     if with_code:
         files |= compile_sources(files)
     part = target.with_name(f"{target.name}.part")
-    with part.open("wb") as file:
-        file.write(SHEBANG)
-        # Not compressed, which takes time, and differs from zlib to zlib.
-        with zipfile.ZipFile(file, "w") as archive:
-            for name, data in sorted(files.items()):
-                member = zipfile.ZipInfo(name)  # dated 1980
-                member.external_attr = 0o644 << 16  # or unzip lets nobody read it
-                archive.writestr(member, data)
-    part.chmod(0o755)
-    part.replace(target)
+    try:
+        with part.open("wb") as file:
+            file.write(SHEBANG)
+            # Not compressed, which takes time, and differs from zlib to zlib.
+            with zipfile.ZipFile(file, "w") as archive:
+                for name, data in sorted(files.items()):
+                    member = zipfile.ZipInfo(name)  # dated 1980
+                    member.external_attr = 0o644 << 16  # or unzip lets nobody read it
+                    archive.writestr(member, data)
+        part.chmod(0o755)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def main() -> None:
@@ -92,7 +108,7 @@ def main() -> None:
     given = parser.parse_args()
     try:
         pack(given.FROM, given.TO, with_code=given.compile)
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"{given.FROM} cannot be packed: {error}")
 
 

@@ -91,11 +91,13 @@ def test_what_cannot_be_packed_replaces_no_program(
     wrong = unpack(program, tmp_path / "wrong")
     wrong.joinpath("waker.py").write_text("no Python")
     full = need("prlimit"), "--fsize=99999"
-    no_zip = CHECKOUT / "README.md"
-    for source, by in ((wrong, ()), (no_zip, ()), (CHECKOUT, full)):
+    no_zip, half = CHECKOUT / "README.md", tmp_path / "half"
+    half.mkdir()
+    for source, by in ((wrong, ()), (no_zip, ()), (half, ()), (CHECKOUT, full)):
         with pytest.raises(subprocess.CalledProcessError):
             pack(source, program, COMPILE, by=by)
         assert program.read_bytes() == before
+    assert {*tmp_path.iterdir()} == {program, wrong, half}
 
 
 # ---- What is installed ---------------------------------------------------------------
@@ -124,16 +126,27 @@ def test_what_is_installed_is_what_was_read(program: Path, tmp_path: Path) -> No
     assert (ended.returncode, b"differ" in ended.stdout) == (1, True)
 
 
-def test_a_file_with_compiled_code_is_not_installed(
-    program: Path, tmp_path: Path
+STRANGERS = {
+    # Each would run in place of a source that somebody has read.
+    "box/check.pyc": "would run in place of its source",
+    "waker/__init__.py": "is none of waker's files",
+    "argparse.py": "is none of waker's files",
+    # This would be written elsewhere, by root.
+    "box/../../elsewhere.py": "is no file's name",
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+@pytest.mark.parametrize("options", [[COMPILE], []], ids=["compiled", "packed"])
+def test_a_file_with_other_members_is_not_installed(
+    program: Path, tmp_path: Path, name: str, options: list[str]
 ) -> None:
-    """It would run in place of the source that somebody has read."""
     with zipfile.ZipFile(program, "a") as archive:
-        archive.writestr("box/check.pyc", b"")
-    command = [sys.executable, str(CHECKOUT / "box/pack.py"), COMPILE]
+        archive.writestr(name, b"")
+    command = [sys.executable, str(CHECKOUT / "box/pack.py"), *options]
     command += [str(program), str(tmp_path / "installed")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "box/check.pyc would run in place of its source" in ended.stderr
+    assert f"{name} {STRANGERS[name]}\n" in ended.stderr
     assert (ended.returncode, [*tmp_path.iterdir()]) == (1, [program])
 
 
@@ -175,15 +188,13 @@ def test_help_lists_each_command_and_a_wrong_one_is_told_them(program: Path) -> 
         assert all(f"'{command}'" in error for command in commands)
 
 
-def test_a_command_may_stand_behind_options(machine: Machine, program: Path) -> None:
-    file = machine.folder / "waker.env"
-    settings = machine.settings(PIN=PIN).items()
-    file.write_text("".join(f"{name}={value}\n" for name, value in settings))
-    file.chmod(0o600)
+def test_a_command_may_stand_behind_options(program: Path, tmp_path: Path) -> None:
+    file = tmp_path / "waker.env"
+    file.write_text("no setting")
     for options in (["--env-file", str(file)], [f"--env-file={file}"]):
         for arguments in ([*options, "check"], ["check", *options]):
             status, shown = run(program, *arguments)
-            assert (status, "WRONG" in shown) == (0, False), shown
+            assert (status, shown.startswith(f"{file}, line 1 must")) == (78, True)
     for command in ("check", "prepare"):
         usage = f"usage: waker {command} ["
         assert run(program, command, "--help")[1].startswith(usage)
