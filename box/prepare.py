@@ -26,7 +26,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final, cast
@@ -35,16 +34,18 @@ import waker
 from box import pack
 from waker import ConfigError
 
-HERE: Final = Path(__file__).resolve().parent.parent  # the one file, or a checkout
-# What Python runs to run this again, there. -B: no files of root's.
-OURSELVES: Final = ("-B", "-m", "box") if HERE.is_dir() else ("-B", str(HERE))
+# What Python runs to run this again. -B: no files of root's in a checkout.
+OURSELVES: Final = (
+    ("-B", "-m", "box") if waker.HERE.is_dir() else ("-B", str(waker.HERE))
+)
 INSTALLED: Final = Path("/etc/waker")
 NEW: Final = ".waker.env.new"  # beside waker.env, until it takes its place
 DEFAULTS: Final = {name: default for name, (default, *_) in waker.SETTINGS.items()}
 MAX_OUTPUT: Final = 1 << 20  # bytes of a server's output; a preparation prints less
-# Ends whatever sequence the server's last bytes began, and resets colours: what comes
-# next must not go into the window's title, or be invisible.
-PLAIN_AGAIN: Final = "\33\\\33[m"
+MAX_KEY: Final = 8192  # characters of a public key's line; the largest have 3,000
+# Ends whatever sequence the server's last bytes began, and resets colours and letters:
+# what comes next must not go into the window's title, or be invisible.
+PLAIN_AGAIN: Final = "\33\\\33[m\33(B\17"
 # 31 characters that no font makes look alike, and that need no shift on a phone. Twelve
 # have 59 bits.
 ALPHABET: Final = "abcdefghjkmnpqrstuvwxyz23456789"
@@ -55,9 +56,9 @@ PIN_LENGTH: Final = 12
 def read_files() -> Mapping[str, bytes]:
     """Return what the one file has, or the checkout. Raises: ConfigError."""
     try:
-        return pack.read_files(HERE)
-    except (OSError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"{HERE} is damaged: {error}. Copy it again.") from None
+        return pack.read_files(waker.HERE)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{waker.HERE} is damaged: {error}. Copy it again.") from None
 
 
 # ---- Values --------------------------------------------------------------------------
@@ -71,6 +72,8 @@ def format_key(key: waker.HostKey) -> str:
 
 def parse_key(text: str) -> str:
     """Parse a line that has exactly one public key. Raises: ValueError."""
+    if len(text) > MAX_KEY:
+        raise ValueError
     (key,) = waker.parse_host_keys(text)
     return format_key(key)
 
@@ -85,7 +88,7 @@ PARSERS: Final[Mapping[str, Callable[[str], str]]] = {
 }
 
 
-def find_settings(output: bytes, nonce: str) -> list[str]:
+def find_answer(output: bytes, nonce: str) -> list[str]:
     """Return the lines between the two that have the nonce. Raises: ValueError."""
     text = output.decode("ascii", "replace").replace("\r\n", "\n")
     # What the user types meanwhile is shown as well, perhaps before the first of them.
@@ -197,7 +200,7 @@ def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
     """Return the text of waker.env, and its settings. Raises: ConfigError."""
     file = folder / "waker.env"
     if not file.exists():
-        raise ConfigError(f"{file} is missing. Run `make install` again.")
+        raise ConfigError(f"{file} is missing. Copy waker.env.example there.")
     text = file.read_bytes().decode("utf-8", "surrogateescape")
     return text, waker.read_env_file(file) if text.strip() else {}
 
@@ -247,12 +250,16 @@ def make_missing(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = folder / "waker.env"
     key, public = folder / "ssh_key", folder / "ssh_key.pub"
+    if not any(map(os.path.lexists, (key, public))):  # each alone is enough
+        program = shutil.which("ssh-keygen")
+        if not program:
+            packages = "openssh-client (on OpenWrt, openssh-keygen)"
+            raise ConfigError(f"ssh-keygen is missing. Install the package {packages}.")
+        make = [program, "-q", "-t", "ed25519", "-N", "", "-C", "waker", "-f", str(key)]
+        if subprocess.run(make, check=False).returncode:
+            raise ConfigError(f"ssh-keygen could not make {key}")
     if not os.path.lexists(file):
         write_file(file, read_files()["waker.env.example"].decode())
-    if not any(map(os.path.lexists, (key, public))):  # each alone is enough
-        make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "waker", "-f"]
-        if subprocess.run([*make, str(key)], check=False).returncode:
-            raise ConfigError(f"ssh-keygen could not make {key}")
 
 
 def read_key(folder: Path) -> str:
@@ -267,7 +274,8 @@ def read_key(folder: Path) -> str:
     try:
         return parse_key(file.read_text())
     except (OSError, ValueError):
-        make = f"ssh-keygen -y -f {folder}/ssh_key | tee {file}"
+        key, public = shlex.quote(f"{folder}/ssh_key"), shlex.quote(str(file))
+        make = f"ssh-keygen -y -f {key} | tee {public}"
         raise ConfigError(f"{file} has no public key. Make it with: {make}") from None
 
 
@@ -326,8 +334,7 @@ def settle(folder: Path, found: Mapping[str, str]) -> None:
         print(f"    {waker.printable(present[name])}\n    {value} (the server's)")
     if "WAKER_PIN" in added:  # not to standard output, which may be somebody's log
         with contextlib.suppress(OSError), Path("/dev/tty").open("w") as terminal:
-            line = f"\nYour new PIN, which is also in waker.env: {pin}\n"
-            terminal.write(PLAIN_AGAIN + line)  # `tee` may be slower than this
+            terminal.write(f"\nYour new PIN, which is also in waker.env: {pin}\n")
     if folder != INSTALLED:
         print(f"\nThe server is prepared. The box needs {folder} next.")
         return
@@ -344,14 +351,15 @@ def settle(folder: Path, found: Mapping[str, str]) -> None:
 def check_client() -> None:
     """Raise ConfigError unless `ssh` is OpenSSH's."""
     client = shutil.which("ssh")
-    found = "there is none"
+    version = b""
     if client:
         asked = subprocess.run([client, "-V"], capture_output=True, check=False)
-        version = waker.printable(asked.stderr.decode(errors="replace").strip())
-        if version.startswith("OpenSSH"):
-            return
-        # It ends if a command has more than 16 KiB.
-        found = f"`ssh` is {version[:60]}, which cannot send so long a command"
+        version = asked.stdout + asked.stderr
+    if b"OpenSSH" in version:
+        return
+    found = "there is none" if not client else f"{client} is another one"
+    if b"Dropbear" in version:  # it ends if a command has more than 16 KiB
+        found = f"{client} is Dropbear's, which cannot send so long a command"
     problem = f"This needs OpenSSH's client, but here {found}."
     raise ConfigError(f"{problem} Install the package openssh-client.")
 
@@ -361,14 +369,13 @@ def run_as_owner(
 ) -> subprocess.CompletedProcess[bytes]:
     """Run this again, as somebody who may change the folder. Raises: ConfigError."""
     command = [sys.executable, *OURSELVES, "prepare", *step]
-    place = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    if os.geteuid() and not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+    is_others = folder.is_dir() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK)
+    if os.geteuid() and is_others:
         if not shutil.which("sudo"):
             problem = f"You may not change {folder}, and there is no sudo here."
             raise ConfigError(f"{problem} Run this as root.")
         command.insert(0, "sudo")
-    cwd = HERE if HERE.is_dir() else None
-    return subprocess.run(command, cwd=cwd, stdout=stdout, check=False)
+    return subprocess.run(command, stdout=stdout, check=False)
 
 
 def prepare_server(given: argparse.Namespace) -> int:
@@ -381,7 +388,7 @@ def prepare_server(given: argparse.Namespace) -> int:
         )
     check_client()
     options = [f"--{name}" for name in ("undo", "yes") if getattr(given, name)]
-    options += ["--card", given.interface] if given.interface else []
+    options += ["--interface", given.interface] if given.interface else []
     arguments, nonce = shlex.join(options), secrets.token_hex(16)
     if not given.undo:
         shown = run_as_owner(folder, "--own-key", str(folder), stdout=subprocess.PIPE)
@@ -398,7 +405,7 @@ def prepare_server(given: argparse.Namespace) -> int:
         print("\nwaker cannot unlock the server now. The settings on this box stay.")
         return 0
     try:
-        found = parse_settings(find_settings(output, nonce))
+        found = parse_settings(find_answer(output, nonce))
     except ValueError:
         raise ConfigError(
             "The server did not report each setting once, with a valid value. Nothing"
@@ -429,17 +436,21 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     """Run the command, or a step of it that only root may do."""
+    if not sys.stdout:
+        sys.exit("This needs its standard output, to show what the server says.")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end without a traceback
     step, values = arguments[:1], arguments[1:]
     try:
         if step == ["--own-key"]:
-            print(read_key(Path(values[0])))
+            print(read_key(Path(*values)))
         elif step == ["--settle"]:
-            settle(Path(values[0]), parse_settings(values[1:]))
+            settle(Path(*values[:1]), parse_settings(values[1:]))
         else:
             return prepare_server(parse_arguments(arguments))
+    except ValueError:
+        sys.exit("A server reports other settings.")
     except ConfigError as error:
         sys.exit(f"\n{error}")
     except OSError as error:
-        sys.exit(f"\n{error.filename}: {error.strerror}")
+        sys.exit(f"\n{error.filename or 'standard output'}: {error.strerror}")
     return 0

@@ -95,7 +95,7 @@ def find_card(seen: Seen, wanted: str) -> dict[str, str]:
     routes = [r for line in seen["routes"].splitlines() for r in json.loads(line)]
     routes = [route for route in routes if route.get("dev", "lo") != "lo"]
     if not wanted and not routes:
-        raise Refused("it has no default route. Name the network card with --card.")
+        raise Refused("it has no default route. Name the card with --interface.")
     via = wanted or routes[0]["dev"]
     if via not in links:
         raise Refused(f"it has no card {via}. It has {', '.join(drivers)}.")
@@ -108,7 +108,7 @@ def find_card(seen: Seen, wanted: str) -> dict[str, str]:
     if f"/{card}/phy80211" in seen["wifi"]:
         raise Refused(f"{card} is Wi-Fi. Waking and unlocking need a cable.")
     if card not in drivers or links[card]["link_type"] != "ether":
-        raise Refused(f"{card} is not a physical card. Name one with --card.")
+        raise Refused(f"{card} is not a physical card. Name one: --interface.")
     # The first route wins. An address that it does not use may be another service's.
     route: dict[str, str] = {}
     for other in reversed([route for route in routes if route["dev"] == via]):
@@ -417,7 +417,7 @@ def show_settings(facts: Facts, nonce: str) -> None:
 def prepare(seen: Seen, options: argparse.Namespace) -> None:
     if not re.fullmatch(r"ssh-ed25519 AAAA[A-Za-z0-9+/]{64} [!-~]+", options.key):
         raise Refused("it needs waker's whole public key, 'ssh-ed25519 AAAA… waker'.")
-    facts = understand(seen, options.card, options.box)
+    facts = understand(seen, options.interface, options.box)
     menu, files = make_menu(seen, facts["kept"]), read_files(facts["builder"])
     todo = find_work(make_plan(facts, options.key, menu, files))
     kernels = facts["kernels"].split()
@@ -478,7 +478,7 @@ def main() -> None:
     parser.add_argument("key", nargs="?", default="", help="waker's public key")
     parser.add_argument("--undo", action="store_true", help="take everything back")
     parser.add_argument("--yes", action="store_true", help="do not ask")
-    parser.add_argument("--card", default="", help="the network card to use")
+    parser.add_argument("--interface", default="", help="the network card to use")
     parser.add_argument("--box", default="", help="$SSH_CONNECTION")
     parser.add_argument("--nonce", default="", help="marks the lines with settings")
     options = parser.parse_args()

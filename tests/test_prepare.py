@@ -503,7 +503,7 @@ WRONG_CALLS = {
     f"'{KEY}'": "you did not answer y",  # there is no terminal
     f"--yes '{KEY[:-30]}'": "needs waker's whole public key",
     "--yes": "needs waker's whole public key",
-    f"--yes --card eth9 '{KEY}'": "no card eth9. It has eth0",
+    f"--yes --interface eth9 '{KEY}'": "no card eth9. It has eth0",
     "--yes --undo": "nothing to undo",
 }
 

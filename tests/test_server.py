@@ -286,6 +286,7 @@ def test_one_command_prepares_the_server_and_starts_waker(home: Home, way: str) 
     assert key == home.public_key()
     assert "dracut/46initrd-ssh/module-setup.sh" in files
     assert not {"box", "waker.py"} & {*files}
+    assert not [*home.folder.glob("checkout/**/__pycache__")]  # of root's
     assert not folder.exists()
     shown = terminal.printed
     (pin,) = re.findall(r"Your new PIN, which is also in waker.env: (.*)", shown)
@@ -312,7 +313,7 @@ def test_any_login_shell_will_do(shell: str, home: Home) -> None:
     home.pack(STAND_IN + PREPARE)
     home.prepare("--interface", "a $HOME")
     arguments, _, _ = home.called()
-    assert arguments[:3] == ["--yes", "--card", "a $HOME"]
+    assert arguments[:3] == ["--yes", "--interface", "a $HOME"]
 
 
 def test_root_is_who_knows_its_password(home: Home) -> None:
@@ -368,7 +369,8 @@ def test_a_lost_connection_leaves_nothing_on_the_server(home: Home) -> None:
 
 
 def test_undo_leaves_the_settings_alone(home: Home) -> None:
-    home.settings.parent.joinpath("ssh_key.pub").unlink()  # it needs none
+    for command in ("umount", "rmdir"):  # it needs no waker on this computer
+        subprocess.run(home.enter(command, "/etc/waker"), check=True)
     shown = home.prepare("--undo")
     arguments, _, _ = home.called()
     assert arguments == ["--undo", "--yes"]
@@ -379,6 +381,8 @@ def test_undo_leaves_the_settings_alone(home: Home) -> None:
 
 # ---- What comes back -----------------------------------------------------------------
 
+# Of the right form. No argument of a command could be much longer.
+LONG = base64.b64encode(b"\0\0\0\7ssh-rsa\0\1\0\0" + bytes(65536)).decode()
 # What a server may print; NONCE is the right one.
 LIES = {
     "another user's lines": LINES,
@@ -398,6 +402,7 @@ LIES = {
     "a port that is none": ANSWER.replace("=2222", "=0"),
     "two host keys": ANSWER.replace(HOST_KEY, f"{HOST_KEY},{OTHER_KEY}"),
     "half a host key": ANSWER.replace(HOST_KEY, HOST_KEY[:60]),
+    "a long host key": ANSWER.replace(HOST_KEY, f"ssh-rsa {LONG}"),
     "a certificate authority": ANSWER.replace("=ssh-", "=@cert-authority * ssh-"),
     "control characters": ANSWER.replace(HOST_KEY, f"{HOST_KEY} \33]0;title\7"),
     "bytes": ANSWER.replace("=2022\n", "=2022\xff\n"),
@@ -408,14 +413,14 @@ LIES = {
 def test_a_lie_is_refused(lie: str) -> None:
     output = LIES[lie].replace("NONCE", "the nonce").encode()
     with pytest.raises(ValueError, match=r"^|$"):
-        prepare.parse_settings(prepare.find_settings(output, "the nonce"))
+        prepare.parse_settings(prepare.find_answer(output, "the nonce"))
 
 
 def test_a_truth_is_understood_among_other_lines() -> None:
     noise = b"\xff\33[2JWAKER_PIN=12345678\r\nwaker-begin 0\r\ntyped"
     right = ANSWER.replace("\n", "\r\n").replace(MAC, MAC.upper().replace(":", "-"))
     output = noise + right.replace(HOST_KEY, f"host {HOST_KEY} initrd").encode() + noise
-    assert prepare.parse_settings(prepare.find_settings(output, "NONCE")) == REPORTED
+    assert prepare.parse_settings(prepare.find_answer(output, "NONCE")) == REPORTED
 
 
 FAR = 70_000 * "x"
@@ -668,13 +673,15 @@ def test_what_would_fail_later_fails_at_once(home: Home) -> None:
     read_only = home.enter("mount", "-o", "remount,bind,ro", "/etc/waker")
     subprocess.run(read_only, check=True)
     fails("its folder is read-only", SERVER)
+    typo = "--config", "/mnt/none/router"  # where root could make a folder
+    fails("/mnt/none: Permission denied", SERVER, *typo)
     # What the box lacks.
     no_sudo = "env", "PATH=/mnt/bin", *PROGRAM
     fails("there is no sudo here. Run this as root.", SERVER, command=no_sudo)
     home.stubs.joinpath("ssh").unlink()
     fails("but here there is none. Install the pack", SERVER, command=no_sudo)
     home.stubs.joinpath("ssh").symlink_to(need("dbclient"))
-    fails("but here `ssh` is Dropbear v2", SERVER)
+    fails("but here /mnt/bin/ssh is Dropbear's, which", SERVER)
     subprocess.run(home.enter("umount", "/etc/waker"), check=True)
     subprocess.run(home.enter("rmdir", "/etc/waker"), check=True)
     fails("/etc/waker is missing. Install waker first, or name a folder", SERVER)
