@@ -1875,7 +1875,8 @@ def parse_arguments(
     add("--env-file", metavar="FILE", type=Path, help="settings: lines NAME=value")
     limit = "limit for unlock, 6 to 9999"
     add("--seconds", metavar="N", type=int, default=UNLOCK_SECONDS, help=limit)
-    add("command", metavar="COMMAND", nargs="?", choices=commands, default="serve")
+    about = "what to do [serve]"
+    add("command", nargs="?", choices=commands, default="serve", help=about)
     parsed = parser.parse_args(arguments)
     if not 5 < parsed.seconds < 10_000:
         parser.error("argument --seconds: N must be 6 to 9999")
