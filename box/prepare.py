@@ -250,7 +250,7 @@ def make_missing(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = folder / "waker.env"
     key, public = folder / "ssh_key", folder / "ssh_key.pub"
-    if not any(map(os.path.lexists, (key, public))):  # each alone is enough
+    if not any(map(os.path.lexists, (key, public))):  # keep either one
         program = shutil.which("ssh-keygen")
         if not program:
             packages = "openssh-client (on OpenWrt, openssh-keygen)"
