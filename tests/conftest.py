@@ -364,12 +364,12 @@ def daemon(
     started = Daemon(process, Client(int(log[0].split()[-1])), log)
     try:
         yield started
+        if process.poll() is None:
+            assert started.stop() == 0, log
     except BaseException:  # which is what the test should end with, and soon
-        process.kill()
+        process.kill()  # even if it takes no signal any more
         process.wait()
         raise
-    if process.poll() is None:
-        assert started.stop() == 0, log
 
 
 @pytest.fixture
