@@ -259,6 +259,10 @@ def make_missing(folder: Path) -> None:
         if subprocess.run(make, check=False).returncode:
             raise ConfigError(f"ssh-keygen could not make {key}")
     if not os.path.lexists(file):
+        if not key.exists():  # to make new settings would lose those on the box
+            raise ConfigError(
+                f"{file} and {key} are missing. Fetch waker.env from the box."
+            )
         write_file(file, read_files()["waker.env.example"].decode())
 
 
@@ -311,8 +315,12 @@ def start_waker(folder: Path) -> str:
     return f" at http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
-def settle(folder: Path, found: Mapping[str, str]) -> None:
+def settle(folder: Path, lines: Sequence[str]) -> None:
     """Add the settings to waker.env, and start waker. Raises: ConfigError, OSError."""
+    try:
+        found = parse_settings(lines)
+    except ValueError:
+        raise ConfigError("These are not the settings that a server reports.") from None
     file = folder / "waker.env"
     file.resolve().with_name(NEW).unlink(missing_ok=True)  # of a run that was killed
     text, present = read_settings(folder)
@@ -444,11 +452,9 @@ def main(arguments: list[str]) -> int:
         if step == ["--own-key"]:
             print(read_key(Path(*values)))
         elif step == ["--settle"]:
-            settle(Path(*values[:1]), parse_settings(values[1:]))
+            settle(Path(*values[:1]), values[1:])
         else:
             return prepare_server(parse_arguments(arguments))
-    except ValueError:
-        sys.exit("A server reports other settings.")
     except ConfigError as error:
         sys.exit(f"\n{error}")
     except OSError as error:

@@ -729,6 +729,11 @@ def test_a_folder_for_a_card_or_router_gets_a_key_and_the_settings(
             files[lost].unlink()
         home.prepare(*config)
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    files["waker.env"].unlink()  # whose other settings are on the router
+    terminal = home.run(*PROGRAM, SERVER, *config)
+    assert terminal.end() != 0
+    assert "Fetch waker.env from the box." in terminal.printed
+    assert [*folder.iterdir()] == [files["ssh_key.pub"]]
     assert home.settings.read_text() == EXAMPLE
     assert calls(home.stubs) == []
     assert "owner :" not in home.folder.joinpath("sudo.log").read_text()
