@@ -10,6 +10,7 @@ import pytest
 from conftest import (
     BOX,
     CHECKOUT,
+    MACHINE,
     MODULE,
     PIN,
     blocks,
@@ -68,8 +69,8 @@ def test_the_file_has_each_source_and_nothing_else(program: Path) -> None:
 def test_the_same_sources_make_the_same_file_with_any_python(
     program: Path, tmp_path: Path
 ) -> None:
-    """Even those that were unpacked, which have other dates."""
-    make(tmp_path / "copy", "dist", "PYTHON=/usr/bin/python3")
+    """In any time zone, and even from files that were unpacked."""
+    make(tmp_path / "copy", "dist", "PYTHON=/usr/bin/python3", "TZ=EST5EDT")
     made = tmp_path / "copy/dist/waker"
     assert made.read_bytes() == program.read_bytes()
     assert made.stat().st_mode & 0o777 == 0o755  # README: sudo dist/waker check
@@ -173,6 +174,14 @@ def test_its_statuses_and_messages_are_those_of_the_checkout(program: Path) -> N
         here = run_waker(*arguments, program=BOX)
         assert here.returncode
         assert run(program, *arguments) == (here.returncode, here.stdout + here.stderr)
+
+
+def test_what_check_accepts_can_be_served(program: Path) -> None:
+    """A damaged page stops both."""
+    replace(program, "ui.html", b"")
+    for command in ("check", "serve"):
+        ended = run(program, command, **MACHINE, WAKER_PIN=PIN)
+        assert ended == (78, "ui.html is damaged; reinstall it\n")
 
 
 def test_help_lists_each_command_and_a_wrong_one_is_told_them(program: Path) -> None:
