@@ -1,6 +1,6 @@
 """The commands of the one file: those of waker.py, and those of this folder.
 
-`make dist` puts this file at the top of the one file, where Python begins. In a
+`make dist` puts this file at the top of the one file, where Python starts. In a
 checkout, run `python3 -m box`.
 """
 

@@ -31,7 +31,7 @@ def read_files(source: Path) -> dict[str, bytes]:
     Raises: OSError, ValueError if the program is damaged.
     """
     if source.is_dir():
-        # Python begins with the first one. In a checkout, it is `python3 -m box`.
+        # Python starts with the first one. In a checkout, it is `python3 -m box`.
         paths = {"__main__.py": source / "box/__main__.py"}
         paths |= {name: source / name for name in TOP}
         for folder in FOLDERS:
