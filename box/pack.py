@@ -12,12 +12,13 @@ to the byte. A packed program that has compiled code already is refused.
 """
 
 import argparse
+import io
 import subprocess
 import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 SHEBANG = b"#!/usr/bin/python3\n"  # Debian's python3-paramiko is for this one
@@ -78,6 +79,18 @@ def compile_sources(files: dict[str, bytes]) -> dict[str, bytes]:
         return {str(code.relative_to(folder)): code.read_bytes() for code in codes}
 
 
+def build(files: Mapping[str, bytes]) -> bytes:
+    """Return the program with these files."""
+    packed = io.BytesIO(SHEBANG)
+    # Not compressed, which takes time, and differs from zlib to zlib.
+    with zipfile.ZipFile(packed, "a") as archive:
+        for name, data in sorted(files.items()):
+            member = zipfile.ZipInfo(name)  # dated 1980
+            member.external_attr = 0o644 << 16  # or unzip lets nobody read it
+            archive.writestr(member, data)
+    return packed.getvalue()
+
+
 def pack(source: Path, target: Path, *, with_code: bool) -> None:
     """Write the program; `target` stays as it is until that is complete."""
     files = read_files(source)
@@ -86,14 +99,7 @@ def pack(source: Path, target: Path, *, with_code: bool) -> None:
         files |= compile_sources(files)
     part = target.with_name(f"{target.name}.part")
     try:
-        with part.open("wb") as file:
-            file.write(SHEBANG)
-            # Not compressed, which takes time, and differs from zlib to zlib.
-            with zipfile.ZipFile(file, "w") as archive:
-                for name, data in sorted(files.items()):
-                    member = zipfile.ZipInfo(name)  # dated 1980
-                    member.external_attr = 0o644 << 16  # or unzip lets nobody read it
-                    archive.writestr(member, data)
+        part.write_bytes(build(files))
         part.chmod(0o755)
         part.replace(target)
     finally:

@@ -14,7 +14,6 @@ nothing is written.
 import argparse
 import base64
 import contextlib
-import functools
 import io
 import ipaddress
 import os
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import IO, Final, cast
 
 import waker
-from box import pack
+from box.files import new_name, read_sources, sync_folder, write_new
 from waker import ConfigError
 
 # What Python runs to run this again. -B: no files of root's in a checkout.
@@ -39,7 +38,6 @@ OURSELVES: Final = (
     ("-B", "-m", "box") if waker.HERE.is_dir() else ("-B", str(waker.HERE))
 )
 INSTALLED: Final = Path("/etc/waker")
-NEW: Final = ".waker.env.new"  # beside waker.env, until it takes its place
 DEFAULTS: Final = {name: default for name, (default, *_) in waker.SETTINGS.items()}
 MAX_OUTPUT: Final = 1 << 20  # bytes of a server's output; a preparation prints less
 MAX_KEY: Final = 8192  # characters of a public key's line; the largest have 3,000
@@ -50,15 +48,6 @@ PLAIN_AGAIN: Final = "\33\\\33[m\33(B\17"
 # have 59 bits.
 ALPHABET: Final = "abcdefghjkmnpqrstuvwxyz23456789"
 PIN_LENGTH: Final = 12
-
-
-@functools.cache
-def read_files() -> Mapping[str, bytes]:
-    """Return what the one file has, or the checkout. Raises: ConfigError."""
-    try:
-        return pack.read_files(waker.HERE)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{waker.HERE} is damaged: {error}. Copy it again.") from None
 
 
 # ---- Values --------------------------------------------------------------------------
@@ -128,7 +117,7 @@ def fill_in(text: str, values: Mapping[str, str]) -> str:
     Each goes where it is empty, or where the example shows it, or else to the end.
     """
     line_end = "\r\n" if "\r\n" in text else "\n"
-    whole = read_files()["waker.env.example"].decode()
+    whole = read_sources()["waker.env.example"].decode()
     for name, value in values.items():
         shown = re.findall(rf"(?m)^#{name}=.*$", whole)
         empty = rf"{name}[ \t]*=[ \t]*(?:\"\"|'')?"
@@ -153,7 +142,7 @@ def remote_command(arguments: str) -> str:
 
     `arguments` are those of prepare.py, quoted for sh.
     """
-    sources, packed = read_files(), io.BytesIO()
+    sources, packed = read_sources(), io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         for name, data in sources.items():
             folder, _, path = name.partition("/")
@@ -215,17 +204,13 @@ def write_file(
 
     Raises: ConfigError if that fails, or if it would not be read as expected.
     """
-    new = file.with_name(NEW)
+    new = new_name(file)
+    data = text.encode("utf-8", "surrogateescape")
     try:
-        new.unlink(missing_ok=True)
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as writer:
-            writer.write(text.encode("utf-8", "surrogateescape"))
-            writer.flush()
-            if like:
-                os.fchown(descriptor, like.st_uid, like.st_gid)
-                os.fchmod(descriptor, like.st_mode & 0o7777)
-            os.fsync(descriptor)
+        if like:
+            write_new(file, data, like.st_mode & 0o7777, (like.st_uid, like.st_gid))
+        else:
+            write_new(file, data, 0o600)
         if expected:
             will_be_read = None
             with contextlib.suppress(ConfigError):
@@ -233,9 +218,7 @@ def write_file(
             if will_be_read != expected:
                 raise ConfigError(f"Put the five settings above into {file} by hand.")
         new.replace(file)
-        directory = os.open(file.parent, os.O_RDONLY)
-        os.fsync(directory)
-        os.close(directory)
+        sync_folder(file.parent)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
     finally:
@@ -263,7 +246,7 @@ def make_missing(folder: Path) -> None:
             raise ConfigError(
                 f"{file} and {key} are missing. Fetch waker.env from the box."
             )
-        write_file(file, read_files()["waker.env.example"].decode())
+        write_file(file, read_sources()["waker.env.example"].decode())
 
 
 def read_key(folder: Path) -> str:
@@ -322,7 +305,7 @@ def settle(folder: Path, lines: Sequence[str]) -> None:
     except ValueError:
         raise ConfigError("These are not the settings that a server reports.") from None
     file = folder / "waker.env"
-    file.resolve().with_name(NEW).unlink(missing_ok=True)  # of a run that was killed
+    new_name(file.resolve()).unlink(missing_ok=True)  # of a run that was killed
     text, present = read_settings(folder)
     added: dict[str, str] = {}
     kept: dict[str, str] = {}

@@ -1,0 +1,51 @@
+"""Read what the one file carries, and replace files of the box."""
+
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import waker
+from box import pack
+from waker import ConfigError
+
+
+@functools.cache
+def read_sources() -> Mapping[str, bytes]:
+    """Return what the one file has, or the checkout. Raises: ConfigError."""
+    try:
+        return pack.read_files(waker.HERE)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{waker.HERE} is damaged: {error}. Copy it again.") from None
+
+
+def new_name(file: Path) -> Path:
+    """Return the name of what will replace a file, until it does."""
+    return file.with_name(f".{file.name}.new")
+
+
+def write_new(
+    file: Path, data: bytes, mode: int, owner: tuple[int, int] = (-1, -1)
+) -> Path:
+    """Write, beside a file, what will replace it; returns the new file's path.
+
+    It is on the disk then, so a power cut leaves the old file or the new one. The
+    owner's user and group are IDs, or -1. Raises: OSError.
+    """
+    new = new_name(file)
+    new.unlink(missing_ok=True)  # of a run that was killed
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as writer:
+        writer.write(data)
+        writer.flush()
+        os.fchown(descriptor, *owner)
+        os.fchmod(descriptor, mode)
+        os.fsync(descriptor)
+    return new
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk. Raises: OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
