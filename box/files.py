@@ -6,17 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import waker
-from box import pack
-from waker import ConfigError
+from box import Refused, pack
 
 
 @functools.cache
 def read_sources() -> Mapping[str, bytes]:
-    """Return what the one file has, or the checkout. Raises: ConfigError."""
+    """Return every file of the one file, or of the checkout. Raises: Refused."""
     try:
         return pack.read_files(waker.HERE)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{waker.HERE} is damaged: {error}. Copy it again.") from None
+        raise Refused(f"{waker.HERE} is damaged: {error}. Copy it again.") from None
 
 
 def new_name(file: Path) -> Path:
@@ -30,7 +29,7 @@ def write_new(
     """Write, beside a file, what will replace it; returns the new file's path.
 
     It is on the disk then, so a power cut leaves the old file or the new one. The
-    owner's user and group are IDs, or -1. Raises: OSError.
+    owner's user and group are IDs; -1 is this process's. Raises: OSError.
     """
     new = new_name(file)
     new.unlink(missing_ok=True)  # of a run that was killed

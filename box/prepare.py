@@ -30,14 +30,15 @@ from pathlib import Path
 from typing import IO, Final, cast
 
 import waker
+from box import Failed, Refused
 from box.files import new_name, read_sources, sync_folder, write_new
+from box.system import CONFIG, check_and_enable, control, find_system, run
 from waker import ConfigError
 
 # What Python runs to run this again. -B: no files of root's in a checkout.
 OURSELVES: Final = (
     ("-B", "-m", "box") if waker.HERE.is_dir() else ("-B", str(waker.HERE))
 )
-INSTALLED: Final = Path("/etc/waker")
 DEFAULTS: Final = {name: default for name, (default, *_) in waker.SETTINGS.items()}
 MAX_OUTPUT: Final = 1 << 20  # bytes of a server's output; a preparation prints less
 MAX_KEY: Final = 8192  # characters of a public key's line; the largest have 3,000
@@ -251,7 +252,7 @@ def make_missing(folder: Path) -> None:
 
 def read_key(folder: Path) -> str:
     """Return waker's public key, if waker.env can be changed. Raises: ConfigError."""
-    if folder != INSTALLED:
+    if folder != CONFIG:
         make_missing(folder)
     read_settings(folder)
     real = folder.joinpath("waker.env").resolve()
@@ -267,22 +268,16 @@ def read_key(folder: Path) -> str:
 
 
 def start_waker(folder: Path) -> str:
-    """Check the settings, and run waker with them from now on.
+    """Run waker with the new settings; returns where its page is, if that is known.
 
-    Returns where its page is, if that is known. Raises: ConfigError
+    Raises: ConfigError, Failed.
     """
-    print("\nwaker check:\n", flush=True)
-    check = ["waker", "check"]
-    checked = subprocess.run(check, check=False).returncode
-    if checked == os.EX_CONFIG:
-        raise ConfigError("Correct this in waker.env, and run the same command again.")
-    commands = [["systemctl", "enable", "waker"], ["systemctl", "restart", "waker"]]
-    if Path("/etc/rc.common").exists():  # OpenWrt
-        commands = [["/etc/init.d/waker", "enable"], ["/etc/init.d/waker", "restart"]]
-    for command in commands:
-        if subprocess.run(command, check=False).returncode:
-            raise ConfigError(f"`{' '.join(command)}` failed.")
-    if checked:
+    system = find_system()
+    if not system:
+        raise ConfigError("Neither systemd nor procd is here to start waker.")
+    is_right = check_and_enable(system)
+    run(control(system, "restart"))
+    if not is_right:
         raise ConfigError("waker was started. Correct what is WRONG, and restart it.")
     values = waker.read_env_file(folder / "waker.env")
     config = waker.read_config(values, folder)
@@ -326,7 +321,7 @@ def settle(folder: Path, lines: Sequence[str]) -> None:
     if "WAKER_PIN" in added:  # not to standard output, which may be somebody's log
         with contextlib.suppress(OSError), Path("/dev/tty").open("w") as terminal:
             terminal.write(f"\nYour new PIN, which is also in waker.env: {pin}\n")
-    if folder != INSTALLED:
+    if folder != CONFIG:
         print(f"\nThe server is prepared. The box needs {folder} next.")
         return
     where = start_waker(folder)
@@ -372,7 +367,7 @@ def run_as_owner(
 def prepare_server(given: argparse.Namespace) -> int:
     """Prepare the server, or undo that. Raises: ConfigError, OSError."""
     folder = given.config.absolute()
-    if folder == INSTALLED and not folder.exists() and not given.undo:
+    if folder == CONFIG and not folder.exists() and not given.undo:
         raise ConfigError(
             f"{folder} is missing. Install waker first, or name a folder for its key"
             " and settings: --config FOLDER"
@@ -413,8 +408,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     name = "as ssh knows it: me@192.168.1.20 or ssh://me@192.168.1.20:2200"
     add("server", metavar="SERVER", help=name)
     own = "a folder with waker.env and waker's key, which are made if they are missing"
-    own += f" [{INSTALLED}]"
-    add("--config", metavar="FOLDER", type=Path, default=INSTALLED, help=own)
+    own += f" [{CONFIG}]"
+    add("--config", metavar="FOLDER", type=Path, default=CONFIG, help=own)
     card = "the server's network card; by default, the one that leads to this box"
     add("--interface", metavar="NAME", default="", help=card)
     add("--undo", action="store_true", help="take everything back that this did")
@@ -438,7 +433,7 @@ def main(arguments: list[str]) -> int:
             settle(Path(*values[:1]), values[1:])
         else:
             return prepare_server(parse_arguments(arguments))
-    except ConfigError as error:
+    except (ConfigError, Refused, Failed) as error:
         sys.exit(f"\n{error}")
     except OSError as error:
         sys.exit(f"\n{error.filename or 'standard output'}: {error.strerror}")

@@ -1,0 +1,182 @@
+"""What runs waker on a box: systemd, or OpenWrt's procd."""
+
+import ipaddress
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import waker
+from box import Failed
+from waker import Address
+
+CONFIG: Final = Path("/etc/waker")
+ENV_FILE: Final = CONFIG / "waker.env"
+# Where systemd looks for units. What a later folder has wins. Source: systemd.unit(5).
+UNIT_FOLDERS: Final = (
+    Path("/usr/lib/systemd/system"),
+    Path("/usr/local/lib/systemd/system"),
+    Path("/run/systemd/system"),
+    Path("/etc/systemd/system"),
+)
+ANSWER_SECONDS: Final = 60  # a slow box needs 20 for the first page while it boots
+LOG_LINES: Final = 10
+
+
+class System(NamedTuple):
+    """An init system, and where it expects waker."""
+
+    name: str
+    program: Path
+    service: Path  # the unit, or the init script
+    source: str  # what the one file calls that
+    mode: int  # of that
+    as_root: str  # what a user types before a command for root
+
+
+SYSTEMD: Final = System(
+    name="systemd",
+    program=Path("/usr/local/bin/waker"),
+    service=Path("/usr/local/lib/systemd/system/waker.service"),
+    source="waker.service",
+    mode=0o644,
+    as_root="sudo ",
+)
+PROCD: Final = System(
+    name="procd",
+    program=Path("/usr/bin/waker"),
+    service=Path("/etc/init.d/waker"),
+    source="waker.init",
+    mode=0o755,
+    as_root="",
+)
+
+
+class Service(NamedTuple):
+    """A service that runs waker."""
+
+    name: str
+    env_file: Path  # its settings
+
+
+def find_system() -> System | None:
+    """Return this box's init system, if it is one of the two."""
+    if Path("/etc/rc.common").exists():
+        return PROCD
+    return SYSTEMD if shutil.which("systemctl") else None
+
+
+def is_booted(system: System) -> bool:
+    """Return whether it runs: systemd does not in a chroot. Source: sd_booted(3)."""
+    return system is PROCD or Path("/run/systemd/system").is_dir()
+
+
+# ---- Services ------------------------------------------------------------------------
+
+
+def read_units() -> Mapping[str, str]:
+    """Return the text of each service's unit and drop-ins, by the service's name."""
+    units: dict[str, str] = {}
+    for folder in UNIT_FOLDERS:
+        for unit in folder.glob("*.service"):
+            if unit.is_file():  # a masked unit is a link to /dev/null
+                units[unit.stem] = unit.read_text(errors="replace")
+    for folder in UNIT_FOLDERS:
+        for part in sorted(folder.glob("*.service.d/*.conf")):
+            name = part.parent.name.removesuffix(".service.d")
+            units[name] = f"{units.get(name, '')}\n{part.read_text(errors='replace')}"
+    return units
+
+
+def find_env_file(unit: str, arguments: str) -> Path:
+    """Return which settings a unit passes to waker with these arguments."""
+    option = re.search(r"--env-file[= ](\S+)", arguments)
+    if not option:
+        return ENV_FILE
+    folder, _, credential = option[1].rpartition("/")
+    if folder not in ("%d", "${CREDENTIALS_DIRECTORY}"):
+        return Path(option[1])
+    passed = re.findall(rf"(?m)^LoadCredential=\s*{re.escape(credential)}:(\S+)", unit)
+    return Path(passed[-1]) if passed else ENV_FILE
+
+
+def find_services(system: System) -> Iterator[Service]:
+    """Yield each service that runs the program, our own in any case."""
+    if system is PROCD:
+        yield Service("waker", ENV_FILE)
+        return
+    for name, unit in ({"waker": ""} | dict(read_units())).items():
+        starts = re.findall(r"(?m)^ExecStart=\s*[-@:+!|]*(\S+)(.*)", unit)
+        program, arguments = starts[-1] if starts else ("", "")
+        if name == "waker" or program == str(system.program):
+            yield Service(name, find_env_file(unit, arguments))
+
+
+def control(system: System, action: str, name: str = "waker") -> list[str]:
+    """Return the command for an action on a service, such as `restart`."""
+    if system is PROCD:
+        return [f"/etc/init.d/{name}", action]
+    return ["systemctl", action, name]
+
+
+def run(command: list[str]) -> None:
+    """Run a command. Raises: Failed."""
+    if subprocess.run(command, check=False).returncode:
+        raise Failed(f"`{' '.join(command)}` failed.")
+
+
+def is_running(system: System, name: str = "waker") -> bool:
+    """Return whether a service runs, or is about to be restarted after a crash."""
+    if not is_booted(system):
+        return False
+    if system is PROCD:
+        command = control(system, "running", name)
+        return Path(command[0]).exists() and not subprocess.call(command)
+    asked = subprocess.run(
+        control(system, "is-active", name), stdout=subprocess.PIPE, check=False
+    )
+    return asked.stdout.strip() in (b"active", b"activating", b"reloading")
+
+
+def is_answering(system: System, service: Service, listen: Address) -> bool:
+    """Wait until a service that was started shows its page, or has ended."""
+    host, port = listen
+    if ipaddress.ip_address(host).is_unspecified:
+        host = "127.0.0.1"
+    ends = time.monotonic() + ANSWER_SECONDS
+    while time.monotonic() < ends and is_running(system, service.name):
+        try:
+            with waker.open_tcp(host, port, ANSWER_SECONDS) as tcp:
+                tcp.sendall(b"GET / HTTP/1.1\r\nHost: waker\r\n\r\n")
+                return tcp.recv(12) == b"HTTP/1.1 200"
+        except OSError:  # it does not listen yet
+            time.sleep(0.2)
+    return False
+
+
+def read_log(system: System, name: str) -> str:
+    """Return the last lines that a service has logged."""
+    command = ["journalctl", "--quiet", "--output=cat", f"--unit={name}"]
+    command += [f"--lines={LOG_LINES}"]
+    if system is PROCD:
+        command = ["logread", "-e", name]
+    shown = subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout
+    return "\n".join(shown.decode(errors="replace").splitlines()[-LOG_LINES:])
+
+
+def check_and_enable(system: System) -> bool:
+    """Check the settings, and run waker with them at every boot.
+
+    Returns whether the check found nothing that is wrong. Raises: Failed.
+    """
+    print("\nwaker check:\n", flush=True)
+    check = ["waker", "check"]
+    checked = subprocess.run(check, check=False).returncode
+    if checked == os.EX_CONFIG:
+        raise Failed("Correct this in waker.env, and run the same command again.")
+    run(control(system, "enable"))
+    return not checked
