@@ -9,6 +9,8 @@ import sys
 import waker
 
 COMMANDS = (
+    ("install", "install waker on this box, or upgrade it"),
+    ("uninstall", "remove it, but not its settings and keys"),
     ("check", "find out why waking or unlocking does not work"),
     ("prepare", "prepare a server, so that waker can unlock it"),
 )
@@ -26,6 +28,10 @@ def main(arguments: list[str]) -> int:
         from box import check
 
         return check.main(others)
+    if command in (["install"], ["uninstall"]):
+        from box import install
+
+        return install.main(command[0], others)
     if command == ["prepare"]:
         from box import prepare
 

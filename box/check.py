@@ -36,10 +36,11 @@ Finding = tuple[str, str, str]  # subject, what was found and how to fix it, ver
 
 def explain_no_paramiko() -> str:
     """Say how to install paramiko on this system."""
+    six = "apk update && apk add python3-paramiko python3-six"
     packages = {
         "apt": "apt install python3-paramiko",
-        "opkg": "opkg install python3-paramiko",
-        "apk": "apk add python3-paramiko python3-six, or see docs/openwrt.md",
+        "opkg": "opkg update && opkg install python3-paramiko",
+        "apk": f"{six}, or see docs/openwrt.md",
     }
     tool = next(filter(shutil.which, packages), "")
     remedy = packages.get(tool, "pip install paramiko")

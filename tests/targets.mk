@@ -59,7 +59,7 @@ lint: $(VENV)/done ## run ruff, mypy and shellcheck
 		clean-card cryptroot-unlock module-setup.sh) server/examine \
 		server/system/etc/kernel/postrm.d/waker
 	shellcheck --shell=dash waker.init server/remote.sh box/raspberry-pi/vendor-data \
-		tests/support/initrds/*.sh box/notify/install box/notify/notify
+		tests/support/initrds/*.sh box/install-packages box/notify/notify
 
 clean: ## remove what the other targets made
 	rm -rf .venv* .vm .vm-bare dist .hypothesis .*_cache

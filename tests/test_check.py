@@ -120,7 +120,7 @@ def test_whoever_reads_only_its_first_line_sees_no_traceback() -> None:
     assert ended.stderr == ""
 
 
-APK = "apk add python3-paramiko python3-six, or see docs/openwrt.md"
+APK = "apk update && apk add python3-paramiko python3-six, or see docs/openwrt.md"
 
 
 @pytest.mark.parametrize(

@@ -1,86 +1,523 @@
-"""What make builds, installs and never touches, how waker is started, and the demo."""
+"""`waker install` on simulated boxes, what packagers get, and the demo."""
 
+import fcntl
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import homelab
 import pytest
-from conftest import CHECKOUT, Client, each, make, need, wait_for
-from ssh_servers import free_port
-from stand_ins import mounted
+from boxes import PYTHON, RC_COMMON, Box, new_box
+from conftest import (
+    CHECKOUT,
+    MACHINE,
+    PIN,
+    Client,
+    each,
+    interpose,
+    make,
+    need,
+    wait_for,
+)
+from machine import Machine
+from ssh_servers import free_port, ssh_to
+from stand_ins import stub
+from test_openwrt import BLOCKED
+from test_pack import COMPILE, pack, unpack
 from test_server import Terminal
 
-UNITS = "usr/lib/systemd/system"
+PROGRAM = "/usr/local/bin/waker"
+UNIT = "/usr/local/lib/systemd/system/waker.service"
+SETTINGS = "/etc/waker/waker.env"
+KEY, PUBLIC = "/etc/waker/ssh_key", "/etc/waker/ssh_key.pub"
+EXAMPLE = CHECKOUT.joinpath("waker.env.example").read_bytes()
+UNITS = "usr/lib/systemd/system"  # of a package
+PREPARE = "    waker prepare me@192.168.1.20\n"
+KEPT = "/lib/upgrade/keep.d/waker"
 
 
-def modes(folder: Path) -> dict[str, int]:
-    """Return the modes of the files in a folder, and of the folder with settings."""
-    found = [path for path in folder.rglob("*") if path.is_file()]
-    return {
-        str(path.relative_to(folder)): path.stat().st_mode & 0o777
-        for path in [*found, *folder.glob("etc/waker")]
-    }
+@pytest.fixture(scope="session")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The one file, as people copy it."""
+    return pack(CHECKOUT, tmp_path_factory.mktemp("release") / "waker")
 
 
-# ---- make ----------------------------------------------------------------------------
+@pytest.fixture
+def box(program: Path, tmp_path: Path) -> Iterator[Box]:
+    with new_box(tmp_path / "box", program) as box:
+        yield box
 
-INSTALLATIONS = {
-    "systemd": ("INIT=systemd PREFIX=/usr", f"{UNITS}/waker.service", 0o644),
-    "procd": ("INIT=procd", "etc/init.d/waker", 0o755),
+
+@pytest.fixture
+def router(box: Box) -> Box:
+    """A box with OpenWrt, and its modules of Python."""
+    names = "apt apt-get dpkg systemctl journalctl"
+    box.run(f"cd /usr/bin; rm -f {names}; cd {box.stubs}; rm -f {names}")
+    stub(box.stubs / "logread", "cat /run/waker.log\n")
+    box.write("/etc/rc.common", RC_COMMON)
+    box.run("mkdir -p /etc/init.d /etc/rc.d /lib/upgrade/keep.d")
+    blocker = f"import sys; sys.modules.update(dict.fromkeys({BLOCKED.split()}))\n"
+    box.write("/usr/lib/python3/dist-packages/blocker.pth", blocker)
+    return box
+
+
+ELSEWHERE = "192.0.2.1:8080"  # an address of another network
+
+
+def settle(box: Box, folder: str = "/etc/waker", **others: str) -> None:
+    """Write right settings to a folder, unless others are wrong."""
+    listen = f"127.0.0.1:{free_port()}"
+    values = MACHINE | {"WAKER_PIN": PIN, "WAKER_LISTEN": listen}
+    lines = [f"{name}={value}\n" for name, value in (values | others).items()]
+    box.write(f"{folder}/waker.env", "".join(lines))
+
+
+def run_old(box: Box) -> dict[str, tuple[int, bytes]]:
+    """Run an older waker, and waker2 for a second server; returns the files."""
+    box.install()
+    old = unpack(box.program, box.folder / "old")
+    source = old / "waker.py"
+    source.write_text(re.sub('(_version__ = )".*"', r'\1"old"', source.read_text()))
+    compiled = pack(old, box.folder / "compiled", COMPILE)
+    box.write(PROGRAM, compiled.read_bytes(), 0o755)
+    unit = CHECKOUT.joinpath("waker.service").read_text()
+    box.write(UNIT, f"# old\n{unit}", 0o644)
+    second = unit.replace("/etc/waker/", "/etc/waker2/")
+    box.write("/etc/systemd/system/waker2.service", second, 0o644)
+    for name in ("waker", "waker2"):
+        settle(box, f"/etc/{name}")
+        box.run(f"systemctl restart {name}")
+    box.run("systemctl enable waker")
+    assert box.run("waker --version") == "waker old\n"
+    return box.installed()
+
+
+def new(box: Box) -> dict[str, tuple[int, bytes]]:
+    """Return the program and the unit that are installed."""
+    compiled = pack(box.program, box.folder / "compiled", COMPILE).read_bytes()
+    unit = CHECKOUT.joinpath("waker.service").read_bytes()
+    return {PROGRAM: (0o755, compiled), UNIT: (0o644, unit)}
+
+
+def pids(box: Box) -> list[str]:
+    return [box.path(f"/run/{name}.pid").read_text() for name in ("waker", "waker2")]
+
+
+# ---- A new box -----------------------------------------------------------------------
+
+
+def test_a_new_box_gets_all_that_it_lacks_and_is_told_what_is_next(box: Box) -> None:
+    """The key is shown nowhere: `waker prepare` sends it. Nothing is started yet."""
+    box.run(f"rm {box.paramiko}")
+    stub(box.stubs / "apt-get", box.apt_get)
+    shown = box.install()
+    assert shown.endswith(f"without sudo:\n\n{PREPARE}")
+    files = box.installed()
+    key, public = files.pop(KEY), files.pop(PUBLIC)
+    assert files == new(box) | {SETTINGS: (0o600, EXAMPLE)}
+    assert (key[0], public[0]) == (0o600, 0o600)
+    assert public[1].decode() not in shown
+    assert box.run("stat -c '%a %U' /etc/waker") == "700 root\n"
+    dpkg, update, install = box.called("dpkg", "apt-get")
+    assert (dpkg, update) == ("dpkg --configure -a", "apt-get -qq update")
+    assert install.endswith(" install --no-install-recommends python3-paramiko")
+    assert "systemctl restart" not in "".join(box.called("systemctl"))
+
+    # Another run changes nothing, and neither does one after somebody's changes.
+    box.install()
+    assert box.installed() == files | {KEY: key, PUBLIC: public}
+    assert box.called("apt-get") == []
+    box.run(f"chmod 710 /etc/waker; ln -sf ../unmounted {SETTINGS}; rm {KEY}")
+    before = box.installed()
+    box.install()
+    assert box.installed() == before
+    assert box.run("stat -c %a /etc/waker") == "710\n"
+
+
+def test_openssh_and_dropbear_accept_the_new_key(box: Box, machine: Machine) -> None:
+    box.install()
+    settings = machine.ask().settings()
+    authorized = machine.folder / "home/.ssh/authorized_keys"
+    box.run(f"cp {KEY} {PUBLIC} {machine.folder}; cat {PUBLIC} >{authorized}")
+    derived = subprocess.check_output([need("ssh-keygen"), "-yf", str(machine.ssh_key)])
+    assert box.path(PUBLIC).read_bytes() == derived.strip() + b" waker\n"
+    ssh = ssh_to(machine.folder, settings)
+    unlocked = subprocess.run([*ssh, "cryptroot-unlock"], input=b"x", check=False)
+    assert unlocked.returncode != 255  # which would be ssh's own
+    assert machine.received() == [b"x"]
+
+
+def test_nothing_is_done_without_an_answer(box: Box) -> None:
+    for answer in ("", "n\n", "\n"):
+        status, shown = box.waker("install", answer)
+        assert (status, box.installed()) == (1, {})
+        for path in (PROGRAM, UNIT, SETTINGS, KEY):
+            assert f"\n    write {path}" in shown
+        assert "you did not answer y. Without a terminal, use --yes.\n" in shown
+    assert box.waker("install", "y\n")[0] == 0
+    assert PROGRAM in box.installed()
+
+
+def test_apt_waits_for_a_lock_and_tries_again(box: Box) -> None:
+    box.run(f"rm {box.paramiko}; mkdir fails")
+    box.write("/var/lib/dpkg/lock-frontend", "")
+    stub(box.stubs / "sleep")
+    fails_once = f"if rmdir {box.folder}/fails 2>/dev/null; then exit 100; fi\n"
+    stub(box.stubs / "apt-get", f"{fails_once}{box.apt_get}")
+    box.write("/var/lib/apt/lists/half", "")
+    command = box.enter(PYTHON, str(box.program), "install", "--yes")
+    with box.path("/var/lib/dpkg/lock-frontend").open("ab") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        installing = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert installing.stdout
+        lines = iter(installing.stdout.readline, "")
+        assert any("Waiting until another program" in line for line in lines)
+        assert box.called("apt-get") == []
+    with installing:
+        assert installing.stdout.read().endswith(PREPARE)
+    assert installing.returncode == 0
+    assert len(box.called("apt-get", "sleep")) == 4
+    assert not box.path("/var/lib/apt/lists/half").exists()
+
+
+# ---- Refusals ------------------------------------------------------------------------
+
+HIDDEN = "/etc/systemd/system/waker.service would hide the unit"
+REFUSALS = {
+    "no init system": (
+        "rm -f /usr/bin/systemctl {stubs}/systemctl",
+        "needs systemd or",
+    ),
+    "read-only": (
+        "mount -t tmpfs -o ro none /usr/local",
+        f"{PROGRAM} cannot be written",
+    ),
+    "full disk": (
+        "mount -t tmpfs -o size=64k none /usr/local/bin",
+        f"{PROGRAM} cannot be written: No space left on device",
+    ),
+    "file": ("touch /etc/waker", "/etc/waker is not a folder. Move it away."),
+    "dangling link": ("ln -s /nowhere /etc/waker", "/etc/waker is not a folder."),
+    "own unit": ("touch /etc/systemd/system/waker.service", HIDDEN),
+    "masked": ("ln -s /dev/null /etc/systemd/system/waker.service", HIDDEN),
+    "damaged": (
+        "sed -i 's/<!DOCTYPE html>/<!DOCTYPE htmm>/' waker",
+        "is damaged: Bad CRC",
+    ),
+    "no apt": (
+        "rm -f {paramiko} /usr/bin/apt-get {stubs}/apt-get",
+        "paramiko is missing",
+    ),
+    "apt fails": (
+        "cd {stubs}; rm {paramiko}; ln -sf /bin/false apt-get; ln -s /bin/true sleep",
+        "apt could not install the packages. waker is as it was before.",
+    ),
 }
 
 
-@each("variables service mode", INSTALLATIONS)
-def test_install_puts_each_file_in_its_place_and_never_touches_settings(
-    variables: str, service: str, mode: int, tmp_path: Path
+@each("first reason", REFUSALS)
+def test_a_refusal_names_its_reason_and_changes_nothing(
+    first: str, reason: str, box: Box
 ) -> None:
-    to, root = [*variables.split(), "DESTDIR=root"], tmp_path / "root"
-    program, settings = root / "usr/bin/waker", root / "etc/waker/waker.env"
-    make(tmp_path, "install", *to)
-    private = {"etc/waker": 0o700, "etc/waker/waker.env": 0o600}
-    assert modes(root) == {"usr/bin/waker": 0o755, service: mode} | private
-    assert re.search("[ =]/usr/bin/waker --env-file ", (root / service).read_text())
-    # Debian's python3-paramiko is for this one, whatever else is in the PATH.
-    assert program.read_bytes().startswith(b"#!/usr/bin/python3\n")
-    # Another computer's Python may differ, and on a router, room is short.
-    built = tmp_path / "dist/waker"
-    assert program.read_bytes() == built.read_bytes()
-
-    settings.parent.chmod(0o710)
-    settings.write_text("WAKER_PIN=mine\n")
-    make(tmp_path, "install", *to)
-    assert settings.read_text() == "WAKER_PIN=mine\n"
-    assert modes(root)["etc/waker"] == 0o710
-
-    settings.unlink()
-    settings.symlink_to("../unmounted/waker.env")
-    make(tmp_path, "install", *to)
-    make(tmp_path, "uninstall", *to)
-    assert [path for path in root.rglob("*") if not path.is_dir()] == [settings]
-    assert settings.is_symlink()
+    box.run(first.format(stubs=box.stubs, paramiko=box.paramiko))
+    before = box.installed()
+    status, shown = box.waker("install --yes")
+    assert (status, box.installed()) == (1, before)
+    assert reason in shown.splitlines()[-1]
+    assert "Traceback" not in shown
+    assert not box.path("/usr/local/lib").exists()
 
 
-def test_install_makes_a_key_once_and_shows_it_with_the_next_step(
+def test_only_root_installs_and_only_the_one_file_without_compiled_code(
+    box: Box,
+) -> None:
+    other_user = need("unshare"), "--user", PYTHON
+    status, shown = box.call(*other_user, "waker", "install", "--from", "a b")
+    assert status == 1
+    assert shown.endswith(" root. Run: sudo python3 waker install --from 'a b'\n")
+    command = "env", "-C", str(CHECKOUT), PYTHON, "-B", "-m", "box", "install"
+    status, shown = box.call(*command)
+    assert status == 1
+    assert shown.endswith(": this is a checkout. Run: sudo make install\n")
+    with zipfile.ZipFile(box.program, "a") as archive:
+        archive.writestr("box/check.pyc", b"")
+    assert "check.pyc would run in place of its source" in box.waker("install --yes")[1]
+    assert box.installed() == {}
+
+
+def test_drop_ins_are_welcome_and_another_python_is_not_used(box: Box) -> None:
+    box.write("/etc/systemd/system/waker.service.d/own.conf", "[Service]\n")
+    status, shown = box.call(sys.executable, "waker", "install", "--yes")
+    assert status == 0, shown
+    assert new(box).items() <= box.installed().items()
+
+
+# ---- Upgrades ------------------------------------------------------------------------
+
+
+def test_an_upgrade_keeps_settings_and_restarts_what_was_running(box: Box) -> None:
+    old = run_old(box)
+    before = pids(box)
+    shown = box.install()
+    for name in ("waker", "waker2"):
+        assert f"\n    restart {name}\n" in shown
+        assert re.search(rf"(?m)^{name} answers on port \d+\.$", shown)
+    assert shown.endswith("Next, see whether all is right:\n\n    sudo waker check\n")
+    assert box.installed() == old | new(box)
+    assert not {*before} & {*pids(box)}
+    # One that was not running stays as it was.
+    box.run("systemctl stop waker2; systemctl disable waker")
+    _, stopped = pids(box)
+    box.install()
+    assert pids(box)[1] == stopped
+    assert not [name for name in box.installed() if "wants" in name]
+
+
+@pytest.mark.parametrize("name", ["waker", "waker2"])
+def test_a_mistake_in_the_settings_of_a_service_stops_an_upgrade(
+    box: Box, name: str
+) -> None:
+    """Even if it is not running now."""
+    run_old(box)
+    before = pids(box)
+    settle(box, f"/etc/{name}", WAKER_SSH_USER="a b")
+    files = box.installed()
+    for _ in range(2):
+        status, shown = box.waker("install --yes")
+        assert status == 78
+        assert f"Nothing was changed: /etc/{name}/waker.env:\nWAKER_SSH_USER" in shown
+        assert box.installed() == files
+        assert pids(box) == before
+        box.run(f"systemctl stop {name}")
+
+
+def test_a_service_that_does_not_answer_shows_its_log(box: Box) -> None:
+    run_old(box)
+    settle(box, WAKER_LISTEN=ELSEWHERE)
+    status, shown = box.waker("install --yes")
+    assert status == 1
+    assert "waker does not answer on port 8080. Its log ends with:" in shown
+    assert "WAKER_LISTEN: " in shown
+    assert "waker2 answers on" in shown
+
+
+def test_what_waker_3_has_put_into_usr_is_taken_over(box: Box) -> None:
+    """And the commands that remove it leave waker enabled and working."""
+    unit = CHECKOUT.joinpath("waker.service").read_text()
+    box.write("/usr/bin/waker", "#!/bin/sh\nexec sleep 1000\n", 0o755)
+    old = unit.replace("/usr/local/bin", "/usr/bin")
+    box.write("/usr/lib/systemd/system/waker.service", old, 0o644)
+    settle(box)
+    box.run("systemctl enable waker; systemctl restart waker")
+    shown = box.install()
+    assert "waker answers on port" in shown
+    commands = shown.split("remove it:\n\n")[1].split("\n\n")[0]
+    box.run(f'sudo() {{ "$@"; }}\n{commands}')
+    links = [data for name, (_, data) in box.installed().items() if "wants" in name]
+    assert links == [UNIT.encode()]
+    assert "An older waker" not in box.install()
+
+
+# ---- Files of a card -----------------------------------------------------------------
+
+
+def test_files_that_replace_the_boxs_own_leave_their_folder(box: Box) -> None:
+    """Each alone, or all of them."""
+    settle(box, "/boot/new", WAKER_HOMELAB_NAME="first")
+    for name in (KEY, PUBLIC):
+        box.write(f"/boot/new/{Path(name).name}", "of the folder")
+    whole = {
+        n: box.path(f"/boot/new/{Path(n).name}").read_bytes()
+        for n in (KEY, PUBLIC, SETTINGS)
+    }
+    shown = box.install("--from /boot/new")
+    assert re.search("(?m)^WRONG +SSH key", shown)
+    assert "waker answers on port" in shown
+    assert box.run("ls /boot/new; systemctl is-enabled waker") == "enabled\n"
+    assert {n: box.path(n).read_bytes() for n in whole} == whole
+    # They stay there, to be corrected, until waker answers.
+    settle(box, "/boot/new", WAKER_LISTEN=ELSEWHERE)
+    status, shown = box.waker("install --yes --from /boot/new")
+    assert status == 1
+    assert shown.endswith(
+        "\nCorrect that in /boot/new, and run the same command again.\n"
+    )
+    assert box.run("ls /boot/new") == "waker.env\n"
+    settle(box, "/boot/new", WAKER_HOMELAB_NAME="second")
+    box.install("--from /boot/new")
+    assert b"second" in box.path(SETTINGS).read_bytes()
+    assert {n: box.path(n).read_bytes() for n in (KEY, PUBLIC)} == {
+        n: whole[n] for n in (KEY, PUBLIC)
+    }
+
+
+FOLDERS = {
+    "missing": (":", 1, "--from needs a folder"),
+    "no settings": ("mkdir /boot/new", 78, "waker.env"),
+    "own": ("mkdir /etc/waker; ln -s /etc/waker /boot/new", 1, "other than /etc/waker"),
+    "mistake": (
+        "mkdir /boot/new; echo WAKER_PIN=x >/boot/new/waker.env",
+        78,
+        "WAKER_PIN must",
+    ),
+}
+
+
+@each("first status reason", FOLDERS)
+def test_a_folder_that_cannot_be_used_changes_nothing(
+    first: str, status: int, reason: str, box: Box
+) -> None:
+    box.run(first)
+    ended, shown = box.waker("install --yes --from /boot/new")
+    assert (ended, reason in shown) == (status, True), shown
+    assert box.installed() == {}
+
+
+# ---- A power cut ---------------------------------------------------------------------
+
+# Kill the process when it waits for the disk for the n-th time.
+CUT = """
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+static void count(void) {
+    static int n;
+    if (++n == atoi(getenv("CUT_AT"))) raise(SIGKILL);
+}
+int fsync(int fd) { count(); return syscall(SYS_fsync, fd); }
+void sync(void) { count(); syscall(SYS_sync); }
+"""
+
+
+@pytest.mark.parametrize("moment", range(1, 8))
+@pytest.mark.parametrize("is_new", [True, False], ids=["new", "upgrade"])
+def test_a_power_cut_leaves_the_old_waker_or_the_new_one(
+    box: Box, is_new: bool, moment: int
+) -> None:
+    """The folder keeps its files until everything is on the disk."""
+    old = {} if is_new else run_old(box)
+    settle(box, "/boot/new")
+    box.write("/boot/new/ssh_key", "of the folder")
+    folder = {p.name: p.read_bytes() for p in box.path("/boot/new").iterdir()}
+    library = interpose(box.folder, CUT)
+    command = f"LD_PRELOAD={library} CUT_AT={moment} {PYTHON} waker install --yes"
+    status, shown = box.call("sh", "-c", f"{command} --from /boot/new; exit $?")
+    after = box.installed()
+    new_files = new(box)
+    for name, file in new_files.items():
+        assert after.get(name) in (old.get(name), file)
+    if PROGRAM in after:
+        assert box.run("waker --version")
+    if status == 0:
+        assert moment == 7  # there were six
+        return
+    assert status == 128 + signal.SIGKILL, shown
+    assert {p.name: p.read_bytes() for p in box.path("/boot/new").iterdir()} == folder
+    assert "waker answers" in box.install("--from /boot/new")
+    whole = {f"/etc/waker/{name}": (0o600, data) for name, data in folder.items()}
+    wants = {n: f for n, f in box.installed().items() if "wants" in n}
+    assert box.installed() == old | new_files | whole | wants
+    assert len(wants) == 1
+    assert box.run("ls /boot/new") == ""
+
+
+# ---- OpenWrt -------------------------------------------------------------------------
+
+
+def test_openwrt_gets_its_init_script_and_keeps_waker_when_upgraded(
+    router: Box,
+) -> None:
+    shown = router.install()
+    assert "Install the package openssh-client. Or prepare" not in shown
+    assert shown.endswith(
+        "Next, prepare the server:\n\n    waker prepare me@192.168.1.20\n"
+    )
+    files = router.installed()
+    compiled = new(router)[PROGRAM]
+    assert files["/usr/bin/waker"] == compiled
+    script = (0o755, CHECKOUT.joinpath("waker.init").read_bytes())
+    assert files["/etc/init.d/waker"] == script
+    settle(router)
+    router.run("/etc/init.d/waker enable; /etc/init.d/waker restart")
+    kept = router.run(f"find $(cat {KEPT}) '(' -type f -o -type l ')' | sort").split()
+    assert kept == sorted(router.installed())
+    assert "waker answers on port" in router.install()
+
+    # Without OpenSSH's client, somebody has to paste the key.
+    stub(router.stubs / "ssh", "echo Dropbear v2022.83 >&2\n")
+    router.run(f"/etc/init.d/waker stop; rm {KEY} {PUBLIC}")
+    shown = router.install()
+    assert shown.endswith(f"public key:\n\n    {router.path(PUBLIC).read_text()}")
+
+    status, shown = router.waker("uninstall --yes")
+    assert status == 0, shown
+    assert {*router.installed()} == {SETTINGS, KEY, PUBLIC}
+
+
+def test_openwrts_packages_come_first(router: Box) -> None:
+    router.run(f"rm {router.paramiko}")
+    for tool, command in (
+        ("apk", "apk update && apk add python3-paramiko python3-six"),
+        ("opkg", "opkg update && opkg install python3-paramiko"),
+    ):
+        stub(router.stubs / tool)
+        status, shown = router.waker("install --yes")
+        assert status == 1
+        assert command in shown
+        assert "30 MB" in shown
+        assert router.installed() == {}
+
+
+# ---- Uninstall -----------------------------------------------------------------------
+
+
+def test_uninstall_leaves_settings_keys_and_nothing_else(box: Box) -> None:
+    run_old(box)
+    status, shown = box.waker("uninstall --yes")
+    assert status == 1
+    assert "First run: sudo systemctl disable --now waker2\n" in shown
+    assert box.run("systemctl is-active waker") == "active\n"
+    box.run("systemctl stop waker2")
+    before = box.installed()
+    status, shown = box.waker("uninstall", "n\n")
+    assert (status, box.installed()) == (1, before)
+    assert "Your settings and keys in /etc/waker stay, and so do packages." in shown
+    for path in (UNIT, PROGRAM):
+        assert f"\n    delete {path}\n" in shown
+    assert box.waker("uninstall", "y\n")[0] == 0
+    kept = {
+        n: f
+        for n, f in before.items()
+        if n.startswith(("/etc/waker", "/etc/systemd/system/waker2"))
+    }
+    assert box.installed() == kept
+    assert box.run("systemctl is-active waker || :") == ""
+    assert box.waker("uninstall --yes")[1].endswith("waker is not installed here.\n")
+
+
+# ---- For packagers -------------------------------------------------------------------
+
+
+def test_a_packager_gets_program_and_unit_but_no_key_and_settings(
     tmp_path: Path,
 ) -> None:
-    need("ssh-keygen")
-    make(tmp_path, "dist")
-    etc = tmp_path / "etc"
-    etc.mkdir()
-    shutil.copy("/etc/passwd", etc)  # for ssh-keygen
-    command = [*mounted(tmp_path, "etc"), "make", "--silent", "-C", str(tmp_path)]
-    command += ["install", "INIT=systemd", f"PREFIX={tmp_path}/usr"]
-    shown = subprocess.check_output(command, text=True)
-    private, public = etc / "waker/ssh_key", etc / "waker/ssh_key.pub"
-    key = private.read_bytes()
-    assert private.stat().st_mode & 0o777 == 0o600
-    assert f"\n    {public.read_text()}" in shown
-    assert shown.endswith("\n    waker prepare me@192.168.1.20\n")
-    assert public.read_text() not in subprocess.check_output(command, text=True)
-    assert private.read_bytes() == key
+    make(tmp_path, "install", "PREFIX=/usr", "DESTDIR=root")
+    root = tmp_path / "root"
+    program, unit = (
+        root / "usr/bin/waker",
+        root / "usr/lib/systemd/system/waker.service",
+    )
+    found = {p: p.stat().st_mode & 0o777 for p in root.rglob("*") if p.is_file()}
+    assert found == {program: 0o755, unit: 0o644}
+    assert "\nExecStart=/usr/bin/waker --env-file " in unit.read_text()
+    # Another computer's Python may differ.
+    assert program.read_bytes() == tmp_path.joinpath("dist/waker").read_bytes()
 
 
 # ---- systemd and procd ---------------------------------------------------------------
@@ -89,7 +526,7 @@ def test_install_makes_a_key_once_and_shows_it_with_the_next_step(
 def test_systemd_understands_every_line_of_the_units(tmp_path: Path) -> None:
     """And rates the exposure of what sends messages at most 1.2, on a scale to 10."""
     analyze = need("systemd-analyze")
-    make(tmp_path, "install", "INIT=systemd", "PREFIX=/usr", "DESTDIR=root")
+    make(tmp_path, "install", "PREFIX=/usr", "DESTDIR=root")
     units = tmp_path / "root" / UNITS
     shutil.copytree(CHECKOUT / "box/notify", units, dirs_exist_ok=True)
     program = tmp_path / "root/usr/local/bin/waker-notify"
@@ -97,14 +534,17 @@ def test_systemd_understands_every_line_of_the_units(tmp_path: Path) -> None:
     units.joinpath("notify").rename(program)
     names = "waker.service", "waker-notify.service", "waker-notify.timer"
     verify = [analyze, "verify", "--man=no", "--recursive-errors=no"]
-    verify += [f"--root={tmp_path}/root", *(f"/{UNITS}/{name}" for name in names)]
+    verify += [
+        f"--root={tmp_path}/root",
+        *(f"/usr/lib/systemd/system/{name}" for name in names),
+    ]
     assert subprocess.check_output(verify, stderr=subprocess.STDOUT) == b""
     rate = [analyze, "security", "--offline=true", "--threshold=12"]
     subprocess.run([*rate, str(units / "waker-notify.service")], check=True)
 
 
 # Instead of /etc/rc.common: print what the script asks the system to do.
-RC_COMMON = f"""\
+RECORDS = f"""\
 for name in user_exists group_add_next user_add id chown chmod find logger \
     procd_open_instance procd_set_param procd_close_instance
 do
@@ -143,7 +583,7 @@ def test_procd_runs_waker_as_its_own_user_or_not_at_all(
     system: str, asked: str, tmp_path: Path
 ) -> None:
     tmp_path.joinpath("waker.env").touch()
-    script = f"{RC_COMMON}{system}\nstart_service"
+    script = f"{RECORDS}{system}\nstart_service"
     command = [need("busybox"), "sh", "-c", script]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
     printed = ended.stdout.decode()

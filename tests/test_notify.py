@@ -17,6 +17,7 @@ from itertools import cycle
 from pathlib import Path
 
 import pytest
+from boxes import PYTHON, need_system_python
 from conftest import CHECKOUT, each, environment, need
 from machine import CLOSED, OPEN, SILENT, Machine
 from ssh_servers import free_port
@@ -31,6 +32,7 @@ PORTS = {
     "locked": (OPEN, CLOSED),
     "up": (CLOSED, OPEN),
 }
+PLACES = "etc", "run", "usr/local", "var/lib"  # of the box
 NO_ROUTE = "224.0.0.1"  # nobody connects to a multicast address
 Ended = subprocess.CompletedProcess[str]
 
@@ -94,23 +96,21 @@ SYSTEMCTL = """\
 echo "systemctl $*"
 [ "$*" = "start waker-notify.service" ] || exit 0
 mkdir -p $STATE_DIRECTORY
-unit=${0%bin/*}lib/systemd/system/waker-notify.service
+unit=/usr/local/lib/systemd/system/waker-notify.service
 exec $(sed -n 's|%d|/etc/waker|g; s/^ExecStart=//p' $unit)
 """
 
 
 class Box:
-    """A box on which `make install` has run.
-
-    Its folder is the PREFIX, and has what else a box has in /etc and /var/lib.
-    """
+    """A box on which waker is installed; `bin` has stand-ins."""
 
     def __init__(self, folder: Path, machine: Machine, phone: Phone) -> None:
         self.folder, self.machine, self.phone = folder, machine, phone
         self.state = folder / "var/lib/private/waker-notify"
         self.settings = folder / "etc/waker/waker.env"
         self.url = self.settings.with_name("notify_url")
-        for name in ("bin", "etc/waker", "etc/systemd/system", "var/lib"):
+        folders = "bin", "etc/waker", "etc/systemd/system", "run/systemd/system"
+        for name in (*folders, "usr/local", "var/lib"):
             folder.joinpath(name).mkdir(parents=True)
         waker = f'cd {CHECKOUT} && exec {sys.executable} -m waker "$@"\n'
         stub(folder / "bin/waker", waker)
@@ -157,16 +157,16 @@ class Box:
         assert "curl: (" in errors
         assert self.phone.topic.strip("/") not in errors
 
-    def make(self, target: str, given: str = "", first: str = "") -> Ended:
-        """Run make as root, perhaps after another command."""
-        make = f"make --silent -C {CHECKOUT} {target} INIT=systemd PREFIX=$HOME"
-        script = f"{first}\n{make}"
-        enter = mounted(self.folder, "etc", "var/lib")
-        return self.run(*enter, "sh", "-ec", script, given=given)
+    def notify(self, command: str, given: str = "", first: str = "") -> Ended:
+        """Install or uninstall the messages as root, perhaps after another command."""
+        need_system_python()
+        waker = f"cd {CHECKOUT}; {PYTHON} -m box {command} notify"
+        enter = mounted(self.folder, *PLACES)
+        return self.run(*enter, "sh", "-ec", f"{first}\n{waker}", given=given)
 
     def refuse(self, words: str, given: str = "", first: str = "") -> None:
         """Assert that an installation says so and fails, without a trace of the URL."""
-        ended = self.make("install-notify", given, first)
+        ended = self.notify("install", given, first)
         assert ended.returncode
         assert words in ended.stderr
         assert "systemctl enable" not in ended.stdout
@@ -175,15 +175,14 @@ class Box:
 
     def installed(self) -> dict[str, int]:
         """Return the modes of the files that an installation makes."""
-        places = "bin/waker-notify", "etc/waker/notify*", "lib/systemd/system/*"
-        found = [path for place in places for path in self.folder.glob(place)]
+        files = "usr/local/**/waker-notify*", "etc/waker/*notify*"
+        found = [path for pattern in files for path in self.folder.glob(pattern)]
         return {path.name: path.stat().st_mode & 0o777 for path in found}
 
 
 @pytest.fixture
 def box(machine: Machine, phone: Phone, tmp_path: Path) -> Box:
-    for program in ("curl", "make"):
-        need(program)
+    need("curl")
     return Box(tmp_path, machine, phone)
 
 
@@ -261,7 +260,7 @@ def test_an_address_that_does_not_work_is_not_printed(box: Box, phone: Phone) ->
     assert phone.messages == [hello("up")]
 
 
-# ---- make install-notify -------------------------------------------------------------
+# ---- waker install notify ------------------------------------------------------------
 
 STOPPED = "systemctl disable --quiet --now waker-notify.timer\n"
 STARTED = """\
@@ -276,15 +275,14 @@ def test_install_asks_on_a_terminal_and_uninstall_removes_everything(
     box: Box, phone: Phone
 ) -> None:
     """Another installation replaces the address, or keeps it."""
-    install = "install-notify"
     keyboard, terminal = pty.openpty()
     asks = f"exec <{os.ttyname(terminal)}"
     with os.fdopen(keyboard, "wb", 0) as typed, os.fdopen(terminal):
         typed.write(f"{phone.url}\n{phone.url}/new\n\n".encode())
-        first = box.make(install, first=f"umask 077; {asks}").stdout
+        first = box.notify("install", first=f"umask 077; {asks}").stdout
         box.url.chmod(0o644)
-        second = box.make(install, first=asks).stdout
-        assert box.make(install, first=asks).returncode == 0
+        second = box.notify("install", first=asks).stdout
+        assert box.notify("install", first=asks).returncode == 0
     assert phone.messages == [hello("off")] * 3
     assert phone.paths == [phone.topic, f"{phone.topic}/new", f"{phone.topic}/new"]
     assert re.search(r"https://ntfy\.sh/(?!0+\b)[0-9a-f]{16}\b", first)
@@ -295,21 +293,10 @@ def test_install_asks_on_a_terminal_and_uninstall_removes_everything(
     units = {"waker-notify.service": 0o644, "waker-notify.timer": 0o644}
     files = {"notify_url": 0o600, "waker-notify": 0o755} | units
     assert box.installed() == files
-    unit = box.folder.joinpath("lib/systemd/system/waker-notify.service").read_text()
-    assert f"\nEnvironment=PATH={box.folder}/bin:/usr/bin:/bin\n" in unit
 
-    # An image's services do not run here.
-    timer = Path(
-        f"{box.folder}/image{box.folder}/lib/systemd/system/waker-notify.timer"
-    )
-    timer.parent.mkdir(parents=True)
-    timer.touch()
-    shown = box.make(f"uninstall DESTDIR={box.folder}/image").stdout
-    assert "systemctl" not in shown
-    assert not timer.exists()
-    assert box.installed() == files
-    assert box.make("uninstall").stdout.startswith(STOPPED)
+    assert box.notify("uninstall").stdout.startswith(STOPPED)
     assert box.installed() == {}
+    assert "not installed" in box.notify("uninstall").stderr
     assert not box.state.exists()
 
 
@@ -328,8 +315,9 @@ def test_install_fails_if_the_first_message_cannot_be_sent(box: Box) -> None:
 
 OLD = "/etc/systemd/system/waker-notify"
 REMEDIES = {
-    "no waker": ("rm $HOME/bin/waker", "sudo make install"),
-    "no settings": ("rm /etc/waker/waker.env", "sudo make install"),
+    "no waker": ("rm $HOME/bin/waker", "sudo python3 waker install"),
+    "no settings": ("rm /etc/waker/waker.env", "sudo python3 waker install"),
+    "no systemd": ("rmdir /run/systemd/system", "a box with systemd"),
     "old service": (f"touch {OLD}.service", f"sudo rm -f {OLD}.service {OLD}.timer"),
     "old timer": (f"ln -s /x {OLD}.timer", "disable --now waker-notify.timer"),
 }

@@ -23,7 +23,8 @@ from conftest import (
 from machine import Machine
 
 TOP = ["ui.html", "waker.env.example", "waker.init", "waker.py", "waker.service"]
-RUN = {"__main__.py", "waker.py", *(f"box/{p.name}" for p in CHECKOUT.glob("box/*.py"))}
+CODE = [*CHECKOUT.glob("box/**/*.py")]
+RUN = {"__main__.py", "waker.py", *(str(p.relative_to(CHECKOUT)) for p in CODE)}
 COMPILE = "--compile"
 
 
@@ -187,7 +188,7 @@ def test_what_check_accepts_can_be_served(program: Path) -> None:
 def test_help_lists_each_command_and_a_wrong_one_is_told_them(program: Path) -> None:
     shown = run(program, "--help")
     own = run_waker("--help", program=MODULE).stdout
-    commands = "serve", "unlock", "state", "check", "prepare"
+    commands = "serve", "unlock", "state", "install", "uninstall", "check", "prepare"
     assert shown[1].startswith("usage: waker [")
     assert re.findall(r"(?m)^  ([a-z]+)  +\w", shown[1]) == [*commands]
     assert re.findall(r"(?m)^  ([a-z]+)  +\w", own) == [*commands[:3]]
@@ -204,7 +205,7 @@ def test_a_command_may_stand_behind_options(program: Path, tmp_path: Path) -> No
         for arguments in ([*options, "check"], ["check", *options]):
             status, shown = run(program, *arguments)
             assert (status, shown.startswith(f"{file}, line 1 must")) == (78, True)
-    for command in ("check", "prepare"):
+    for command in ("install", "uninstall", "check", "prepare"):
         usage = f"usage: waker {command} ["
         assert run(program, command, "--help")[1].startswith(usage)
 

@@ -3,79 +3,63 @@
 `make test-vm` has cloud-init and systemd as well, but takes minutes and tries less.
 """
 
-import re
 import shutil
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import CHECKOUT, MACHINE, PIN, make, need
-from stand_ins import calls, mounted, stub
+from boxes import Box, new_box
+from conftest import MACHINE, PIN, make, need
+from ssh_servers import free_port
+from stand_ins import calls, stub
 
-FAIL_IF_TOLD = 'test ! -e "${0%/*}/no ${0##*/} $1"'  # by a file of that name
-SETTINGS = "".join(f"{n}={v}\n" for n, v in (MACHINE | {"WAKER_PIN": PIN}).items())
 SECRETS = {"waker.env", "ssh_key", "ssh_key.pub"}
-INSTALLED = {"waker", "waker.service"} | SECRETS
-FILES = INSTALLED | {"pack.py"}
+FILES = {"waker"} | SECRETS
 REPORT = "report.txt"
-RESTART = ["systemctl enable waker", "systemctl restart waker"]
+AT_BOOT = "/var/lib/cloud/scripts/per-boot/waker"
 
 
 @pytest.fixture(scope="session")
 def new_card(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make card` makes, with right settings."""
+    """What `make card` makes."""
     need("ssh-keygen")
     folder = tmp_path_factory.mktemp("checkout")
     make(folder, "card")
-    folder.joinpath("dist/card/waker/waker.env").write_text(SETTINGS)
     return folder / "dist/card"
 
 
 class Pi:
-    """The folders to which the script writes, and what it calls."""
+    """A Raspberry Pi with this card."""
 
-    def __init__(self, folder: Path, new_card: Path) -> None:
-        self.folder, self.stubs = folder, folder / "stubs"
-        for name in ("etc", "var/lib/cloud/scripts/per-boot", "usr/local/bin", "stubs"):
-            folder.joinpath(name).mkdir(parents=True)
-        # These programs cannot run here, or take long.
-        for name in ("apt-get", "dpkg", "sleep", "sync", "systemctl"):
-            stub(self.stubs / name, FAIL_IF_TOLD)
-        shutil.copytree(new_card, folder / "boot/firmware")
-        self.card = folder / "boot/firmware/waker"
+    def __init__(self, box: Box, new_card: Path) -> None:
+        self.box, self.card = box, box.path("/boot/firmware/waker")
+        shutil.copytree(new_card, self.card.parent, dirs_exist_ok=True)
+        values = MACHINE | {"WAKER_PIN": PIN}
+        values["WAKER_LISTEN"] = f"127.0.0.1:{free_port()}"
+        self.settings = "".join(f"{name}={value}\n" for name, value in values.items())
+        self.card.joinpath("waker.env").write_text(self.settings)
+        stub(box.stubs / "sleep")
         # At the first boot, cloud-init runs it before it looks for what runs at each.
-        assert self._run("/boot/firmware/vendor-data") == 0
+        box.run(f"mkdir -p {Path(AT_BOOT).parent}; /boot/firmware/vendor-data")
         assert self.on_card() == FILES
-
-    def _run(self, script: str) -> int:
-        enter = mounted(self.folder, "boot", "etc", "usr/local", "var/lib")
-        path = f"PATH={self.stubs}:/usr/sbin:/usr/bin:/sbin:/bin"
-        return subprocess.call([*enter, "env", path, script])
 
     def boot(self) -> str:
         """Return the report. Its words must fit the script's status."""
-        status = self._run("/var/lib/cloud/scripts/per-boot/waker")
+        status, shown = self.box.call(AT_BOOT)
+        assert shown == ""
         report = self.card.joinpath(REPORT).read_text()
-        assert ("waker is installed." in report) == (status == 0), report
+        assert ("waker is installed. What" in report) == (status == 0), report
         assert ("waker is not ready." in report) == (status != 0), report
         return report
 
     def on_card(self) -> set[str]:
         return {path.name for path in self.card.iterdir()}
 
-    def installed(self) -> dict[str, tuple[int, bytes]]:
-        """Return modes and contents by name."""
-        files = [*self.folder.glob("etc/waker/*"), *self.folder.glob("usr/**/*")]
-        return {
-            path.name: (path.stat().st_mode & 0o777, path.read_bytes())
-            for path in files
-            if path.is_file()
-        }
-
 
 @pytest.fixture
-def pi(tmp_path: Path, new_card: Path) -> Pi:
-    return Pi(tmp_path, new_card)
+def pi(tmp_path: Path, new_card: Path) -> Iterator[Pi]:
+    with new_box(tmp_path / "box", new_card / "waker/waker") as box:
+        yield Pi(box, new_card)
 
 
 def test_a_card_that_is_made_again_keeps_its_key_and_settings(new_card: Path) -> None:
@@ -88,74 +72,68 @@ def test_a_card_that_is_made_again_keeps_its_key_and_settings(new_card: Path) ->
 
 
 def test_a_card_is_installed_and_only_what_was_used_leaves_it(pi: Pi) -> None:
-    """Later, the card may have a new program alone."""
+    """Later, the card may have a new program or new settings alone."""
     own = {name: pi.card.joinpath(name).read_bytes() for name in FILES}
-    source, compiled = own["waker"], pi.folder / "compiled"
-    command = ["/usr/bin/python3", "-IS", f"{CHECKOUT}/box/pack.py", "--compile"]
-    subprocess.run([*command, f"{pi.card}/waker", compiled], check=True)
-    own["waker"] = compiled.read_bytes()
     pi.card.joinpath("notes.txt").touch()
-    pi.boot()
+    report = pi.boot()
+    assert "paramiko" in report  # in the table of `waker check`
+    assert "waker answers on port" in report
     assert pi.on_card() == {REPORT, "notes.txt"}
-    modes = dict.fromkeys(SECRETS, 0o600) | {"waker": 0o755, "waker.service": 0o644}
-    installed = {name: (modes[name], own[name]) for name in INSTALLED}
-    assert pi.installed() == installed
-    paramiko, *others = calls(pi.stubs)[-5:]
-    assert re.fullmatch("apt-get .*install .*python3-paramiko", paramiko)
-    assert others == ["sync", *RESTART, "sync"]
+    installed = pi.box.installed()
+    for name in SECRETS:
+        assert installed[f"/etc/waker/{name}"] == (0o600, own[name])
+    assert pi.box.run("systemctl is-enabled waker; systemctl is-active waker")
+    calls(pi.box.stubs)
+    assert pi.boot() == report  # of the boot before
+    assert calls(pi.box.stubs) == []
+
+    pi.card.joinpath("waker").write_bytes(own["waker"])
     pi.boot()
-    assert calls(pi.stubs) == []
-    # Without its packer, a new program stays as it is; with it, it is compiled there.
-    # A packer alone has nothing to do.
-    for names, expected in (
-        ("waker", source),
-        ("waker pack.py", own["waker"]),
-        ("pack.py", own["waker"]),
-    ):
-        for name in names.split():
-            pi.card.joinpath(name).write_bytes(
-                own[name] if name == "pack.py" else source
-            )
-        pi.boot()
-        assert pi.installed() == installed | {"waker": (0o755, expected)}
-        assert pi.on_card() == {REPORT, "notes.txt"}
+    assert pi.box.installed() == installed
+    settings = f"{pi.settings}WAKER_HOMELAB_NAME=another name\n"
+    pi.card.joinpath("waker.env").write_text(settings)
+    pi.boot()
+    changed = {"/etc/waker/waker.env": (0o600, settings.encode())}
+    assert pi.box.installed() == installed | changed
+    assert pi.on_card() == {REPORT, "notes.txt"}
 
 
 def test_the_next_boot_tries_again_if_a_call_failed(pi: Pi) -> None:
     """So the card must still have everything."""
-    for call in ("apt-get -qq", *RESTART):
-        fails = pi.stubs / f"no {call.removesuffix(' waker')}"
-        fails.touch()
-        pi.boot()
+    pi.box.run(f"rm {pi.box.paramiko}")
+    stub(pi.box.stubs / "apt-get", "exit 100\n")
+    assert "apt could not install" in pi.boot()
+    assert calls(pi.box.stubs).count("sleep 60") == 1
+    assert pi.on_card() == FILES | {REPORT}
+    assert pi.box.installed() == {}
+    stub(pi.box.stubs / "apt-get", pi.box.apt_get)
+    systemctl = pi.box.stubs / "systemctl"
+    working = systemctl.read_text()
+    for call in ("enable", "restart"):
+        stub(systemctl, f"[ $1 != {call} ] || exit 1\n{working}")
+        assert f"`systemctl {call} waker` failed" in pi.boot()
         assert pi.on_card() == FILES | {REPORT}
-        assert calls(pi.stubs)[-1].startswith(call)
-        fails.unlink()
+    systemctl.write_text(working)
     pi.boot()
-    assert calls(pi.stubs)[-3:] == [*RESTART, "sync"]
-    assert pi.installed().keys() == INSTALLED
     assert pi.on_card() == {REPORT}
 
 
-MISTAKES = {
-    # Python would run it. Only packing it again compares the checksums.
-    "Bad CRC": ("waker pack.py", b"<!DOCTYPE html>", b"<!DOCTYPE htmm>"),
-    "The file waker is damaged": ("waker", b"PK", b""),
-    "WAKER_PIN must be": ("waker.env", PIN.encode(), b"short"),
-}
-
-
-@pytest.mark.parametrize("report", MISTAKES)
-def test_a_mistake_on_the_card_is_reported_and_changes_nothing(
-    pi: Pi, report: str
-) -> None:
-    names, right, wrong = MISTAKES[report]
-    files = {name: pi.card.joinpath(name).read_bytes() for name in names.split()}
+def test_a_mistake_on_the_card_is_reported_and_changes_nothing(pi: Pi) -> None:
+    program = pi.card.joinpath("waker").read_bytes()
+    for report, name, data in (
+        ("WAKER_PIN must be", "waker.env", pi.settings.replace(PIN, "short").encode()),
+        ("Bad CRC", "waker", program.replace(b"<!DOCTYPE html>", b"<!DOCTYPE htmm>")),
+        ("SyntaxError", "waker", program.replace(b"PK", b"")),
+    ):
+        right = pi.card.joinpath(name).read_bytes()
+        pi.card.joinpath(name).write_bytes(data)
+        assert report in pi.boot()
+        assert pi.box.installed() == {}
+        assert pi.on_card() == FILES | {REPORT}
+        pi.card.joinpath(name).write_bytes(right)
     pi.boot()
-    before = pi.installed()
-    calls(pi.stubs)
-    for file, data in files.items():
-        pi.card.joinpath(file).write_bytes(data.replace(right, wrong))
-    assert report in pi.boot()
-    assert pi.installed() == before
-    assert pi.on_card() == {REPORT, *files}
-    assert calls(pi.stubs)[-1].startswith("apt-get")
+    before = pi.box.installed()
+    pi.card.joinpath("ssh_key").write_text("another one")
+    pi.card.joinpath("waker.env").write_text("WAKER_PIN=short\n")
+    assert "WAKER_PIN must be" in pi.boot()
+    assert pi.box.installed() == before

@@ -269,7 +269,6 @@ def home(tmp_path: Path) -> Iterator[Home]:
 WAYS = {
     "copied file": PROGRAM,
     "checkout": ("/usr/bin/python3", "-m", "box", "prepare"),
-    "make": ("sh", "-c", 'make PYTHON=/usr/bin/python3 server SERVER="$0"'),
 }
 
 
