@@ -59,6 +59,7 @@ PACKAGES = {
     "bookworm": "cryptsetup-initramfs dropbear-initramfs linux-image-cloud-amd64",
     "trixie": "busybox cryptsetup dracut dracut-network systemd-cryptsetup",
 }
+BOX = "openssh-client python3-paramiko"
 COMMON = "curl iproute2 kmod openssh-server systemd-sysv udev zstd"
 # All that a guest has; with every driver there is, an initrd would take far longer.
 DRIVERS = "dm_crypt ext4 virtio_blk virtio_net virtio_pci"
@@ -205,11 +206,19 @@ def write(path: Path, text: str) -> None:
 
 
 def install(suite: str) -> None:
-    """Make two trees: one has nothing but what waker needs, one what guests need."""
-    tree, minimal = BUILD / suite, BUILD / f"minimal-{suite}"
+    """Make three trees: with Python and systemd, with what waker needs, and of guests.
+
+    The first offers what the second has.
+    """
+    tree, minimal, fresh = (BUILD / f"{n}{suite}" for n in ("", "minimal-", "fresh-"))
     packages = f"{COMMON} {PACKAGES.get(suite) or PACKAGES['trixie']}"
     stale = ['--aptopt=Acquire::Check-Valid-Until "false"']  # the mirror may lag behind
+    box = f"--no-install-recommends {BOX}"
     hooks = [
+        'chroot "$1" apt-get clean',
+        f'chroot "$1" apt-get install -y --download-only {box}',
+        f'cp --archive --one-file-system "$1" {fresh}',
+        f'chroot "$1" apt-get install -y {box}',
         f'cp --archive --one-file-system "$1" {minimal}',
         # The initrds are made later.
         f'INITRD=No chroot "$1" apt-get install -y --no-install-recommends {packages}',
@@ -218,13 +227,15 @@ def install(suite: str) -> None:
         hooks.append(f'cp --archive --one-file-system "$1" {BUILD}/pi-tree')
     run(
         *("unshare", "--mount", "mmdebstrap"),  # so that none of its mounts stays
-        *("--variant=minbase", "--include=openssh-client,python3-paramiko"),
+        *("--variant=minbase", "--include=python3,systemd"),
         *(stale if suite == "sid" else []),
         *(f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "locale")),
         *("--dpkgopt=force-unsafe-io", *(f"--customize-hook={hook}" for hook in hooks)),
         *(suite, tree),
     )
-    minimal.chmod(0o755)
+    for made in (fresh, minimal):
+        made.chmod(0o755)
+    run_in(fresh, "sh", "-ec", f"{ARCHIVE}\napt-get -q update")
     set_up(tree)
 
 

@@ -1,4 +1,4 @@
-"""Boxes that run waker: one with systemd as init, and one with a minimal Debian."""
+"""Boxes that run waker: booted ones with systemd, and minimal Debians in chroots."""
 
 import contextlib
 import re
@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from computer import MAGIC, PATIENCE, Computer, Owner, computer_of
 from conftest import (
-    CHECKOUT,
     PASSPHRASE,
     PIN,
     Client,
@@ -24,7 +23,18 @@ from conftest import (
     run_waker,
     wait_for,
 )
-from guests import ADDRESS, BOXES, BUILD, PACKAGES, ROUTER, ready
+from guests import (
+    ADDRESS,
+    BOX,
+    BOXES,
+    BUILD,
+    MAC,
+    PACKAGES,
+    ROUTER,
+    ready,
+    run,
+    run_in,
+)
 from homelab import Homelab
 from namespaces import hosts
 from test_notify import UP, WAITING, Phone, hello
@@ -32,6 +42,31 @@ from test_server import ANSWER, HOST_KEY
 
 import waker
 
+INSTALL = "python3 waker install --yes"
+KEPT = [f"/etc/waker/{name}" for name in ("ssh_key", "ssh_key.pub", "waker.env")]
+INSTALLED = [
+    "/etc/waker 700 0 0",
+    *(f"{name} 600 0 0" for name in KEPT),
+    "/usr/local/bin 755 0 0",
+    "/usr/local/bin/waker 755 0 0",
+    "/usr/local/lib/systemd 755 0 0",
+    "/usr/local/lib/systemd/system 755 0 0",
+    "/usr/local/lib/systemd/system/waker.service 644 0 0",
+]
+SETTINGS = {"WAKER_PIN": PIN, "WAKER_HOMELAB_MAC": MAC, "WAKER_HOMELAB_HOST": ROUTER}
+SECOND = """
+cp -a /etc/waker /etc/waker2
+echo WAKER_LISTEN=[::]:8081 >>/etc/waker2/waker.env
+cd /etc/systemd/system
+unit=/usr/local/lib/systemd/system/waker.service
+sed s,/etc/waker/,/etc/waker2/, $unit >waker2.service
+systemctl daemon-reload
+"""
+IS_COMPILED = """
+import importlib.util, zipfile
+code = zipfile.ZipFile("/usr/local/bin/waker").read("waker.pyc")
+print(code.startswith(importlib.util.MAGIC_NUMBER))
+"""
 LISTENS = "ss -lnt | grep -q :8080"  # with Type=exec, a service is active before that
 
 
@@ -100,15 +135,15 @@ def check_all_steps(owner: Owner) -> str:
 
 @pytest.fixture(params=BOXES, ids=[box.name for box in BOXES])
 def box(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Box]:
-    """A box on which waker is installed as by a package."""
-    make(tmp_path / "checkout", "install", "DESTDIR=stage", "INIT=systemd")
+    """A box to which the one file was copied."""
+    make(tmp_path / "checkout", "dist")
     ready()
     with computer_of(request.param.hardware(), tmp_path) as computer:
         computer.switch_on()
         box = Box(computer)
         box.wait("true")
-        box.send(tmp_path / "checkout/stage", "/")
-        box.run("systemctl daemon-reload")
+        program = tmp_path / "checkout/dist/waker"
+        box.run("cat >waker", program.read_bytes())
         yield box
 
 
@@ -124,11 +159,13 @@ def test_waker_is_a_sandboxed_systemd_service(
     box: Box, machine: Homelab, tmp_path: Path
 ) -> None:
     router = box.computer.router
+    assert "waker prepare me@" in box.run(INSTALL)
+    assert box.run("systemctl is-enabled waker || :") == "disabled\n"
 
     # Errors name each missing setting and each missing file.
     report = box.run("waker check 2>&1 || [ $? = 78 ]")
     assert report.count(" has no value") == 3
-    box.run("rm /etc/waker/waker.env")
+    box.run("rm /etc/waker/*")
     (line,) = box.fail_to_start()
     assert line.startswith("/etc/waker/waker.env is missing or empty, or systemd")
     settings = machine.settings() | {"WAKER_PIN": PIN}
@@ -191,11 +228,11 @@ def test_messages_about_the_server_arrive_on_a_phone(
     router = box.computer.router
     settings = machine.settings() | {"WAKER_PIN": PIN}
     del settings["WAKER_SSH_KEY"]
+    box.run(INSTALL)
     box.settle(settings)
     box.write("/etc/waker/ssh_key", machine.ssh_key.read_text())
-    box.send(CHECKOUT / "box/notify", "/root/notify")
     box.run(f"echo {ROUTER} phone >>/etc/hosts")  # curl looks up its name
-    install, log = "/root/notify/install /usr/local", "journalctl -qu waker-notify"
+    install, log = "waker install notify", "journalctl -qu waker-notify"
     with router.run(partial(Phone, ROUTER)).listening() as phone:
         url = f"{phone.url.replace(ROUTER, 'phone')}\n".encode()
 
@@ -233,6 +270,41 @@ def test_messages_about_the_server_arrive_on_a_phone(
             " journalctl -q --output=json; cat /usr/local/lib/systemd/system/*"
         )
         assert phone.topic.strip("/") not in shown
+
+        # No message, no timer and no topic is left.
+        assert "Messages to your phone" in box.run("waker uninstall --yes")
+        left = box.run("find /etc /usr/local /var/lib -name '*waker*'")
+        assert left == "/etc/waker\n/etc/waker/waker.env\n"
+
+
+def test_an_upgrade_keeps_everything_and_restarts_a_second_service(
+    box: Box, tmp_path: Path
+) -> None:
+    """And uninstalling waits for the second one."""
+    make(tmp_path / "checkout", "install", "DESTDIR=stage")  # where 3.1 was, uncompiled
+    box.send(tmp_path / "checkout/stage", "/")
+    box.run("mkdir -m 700 /etc/waker")
+    box.settle(SETTINGS)
+    box.write("/etc/waker/ssh_key", "a key")
+    box.run(SECOND)
+    box.run("systemctl enable --now waker; systemctl start waker2")
+    state = "sha256sum /etc/waker*/*; systemctl is-enabled waker"
+    pids = "systemctl show waker waker2 --value -p MainPID"
+    before, old = box.run(state), {*box.run(pids).split()}
+    shown = box.run(INSTALL)
+    assert "waker answers on port 8080." in shown
+    assert "waker2 answers on port 8081." in shown
+    assert box.run(state) == before
+    assert not old & {*box.run(pids).split()}
+    assert box.run(f"python3 -c '{IS_COMPILED}'") == "True\n"
+
+    refused = box.computer.ssh("waker uninstall --yes")
+    assert b"sudo systemctl disable --now waker2\n" in refused.stderr
+    box.run("systemctl disable --now waker2; waker uninstall --yes")
+    assert box.computer.ssh("ss -lnt | grep :808").returncode == 1
+    assert box.run("sha256sum /etc/waker*/*") == before.removesuffix("enabled\n")
+    left = box.run("find /etc/systemd /usr/local -name '*waker*'")
+    assert left == "/etc/systemd/system/waker2.service\n"
 
 
 # In place of ssh: a server that has been prepared.
@@ -282,3 +354,45 @@ def test_one_file_does_everything_on_a_minimal_debian(
         settings = waker.read_env_file(folder / "card/waker.env")
         assert settings["WAKER_SSH_HOST_KEY"] == HOST_KEY
         assert (folder / "card/ssh_key").exists()
+
+
+@pytest.mark.parametrize("suite", PACKAGES)
+def test_the_file_installs_itself_on_a_debian_that_is_not_running(
+    suite: str, tmp_path: Path
+) -> None:
+    """With its packages, by its own apt. Nothing is started there."""
+    ready()
+    make(tmp_path / "checkout", "dist")
+    tree = tmp_path / "tree"
+    run("cp", "--archive", BUILD / f"fresh-{suite}", tree)
+    shutil.copy(tmp_path / "checkout/dist/waker", tree / "root")
+    shown = run_in(tree, "python3", "/root/waker", "install", "--yes")
+    for package in BOX.split():
+        assert f"\n    install {package} with apt\n" in shown
+    assert "Nothing was started, because systemd is not running here." in shown
+    assert shown.endswith("without sudo:\n\n    waker prepare me@192.168.1.20\n")
+    names = "/etc/waker /usr/local/bin /usr/local/lib/systemd"
+    listed = run_in(tree, "find", *names.split(), "-printf", "%p %m %U %G\n")
+    assert sorted(listed.splitlines()) == INSTALLED
+    assert run_in(tree, "waker", "--version").startswith("waker ")
+    fingerprint = run_in(tree, "ssh-keygen", "-lf", "/etc/waker/ssh_key")
+    assert fingerprint.endswith("(ED25519)\n")
+    enabled = tree / "etc/systemd/system/multi-user.target.wants/waker.service"
+    assert not enabled.is_symlink()
+    key = tree.joinpath("etc/waker/ssh_key").read_bytes()
+
+    # With the files of a card, it will start at the next boot.
+    card = tree / "root/card"
+    card.mkdir()
+    lines = [f"{name}={value}\n" for name, value in SETTINGS.items()]
+    card.joinpath("waker.env").write_text("".join(lines))
+    run_in(tree, "python3", "/root/waker", "install", "--yes", "--from", "/root/card")
+    assert enabled.is_symlink()
+    assert [*card.iterdir()] == []
+    assert tree.joinpath("etc/waker/waker.env").read_text() == "".join(lines)
+    assert tree.joinpath("etc/waker/ssh_key").read_bytes() == key
+
+    run_in(tree, "waker", "uninstall", "--yes")
+    assert not enabled.is_symlink()
+    left = run_in(tree, "find", *names.split(), "!", "-type", "d")
+    assert sorted(left.splitlines()) == sorted(KEPT)

@@ -8,16 +8,11 @@ from pathlib import Path
 from computer import Owner, computer_of
 from conftest import PIN, Client, make
 from guests import ADDRESS, PI, ROUTER, ready, run
-from test_box import LISTENS, Box, check_all_steps, new_machine
+from test_box import IS_COMPILED, LISTENS, Box, check_all_steps, new_machine
 
 CARD = "/boot/firmware/waker"
 # What cloud-init does at each further boot.
 AGAIN = "cloud-init single --name scripts_per_boot --frequency always"
-IS_COMPILED = """
-import importlib.util, zipfile
-code = zipfile.ZipFile("/usr/local/bin/waker").read("waker.pyc")
-print(code.startswith(importlib.util.MAGIC_NUMBER))
-"""
 # As Raspberry Pi Imager leaves it there.
 IMAGER = {
     "meta-data": "dsmode: local\ninstance_id: rpios-image\n",
@@ -68,7 +63,9 @@ def test_a_card_is_all_that_a_raspberry_pi_needs(tmp_path: Path) -> None:
 
             # The settings and the key are root's alone now, and the card has neither.
             assert box.run(f"ls {CARD}") == "report.txt\n"
-            assert "waker is installed" in box.run(f"cat {CARD}/report.txt /root/ran")
+            report = box.run(f"cat {CARD}/report.txt /root/ran")
+            assert "waker answers on port 8080" in report
+            assert "waker is installed. What is still" in report
             assert box.run("stat -c %a /etc/waker/*").split() == ["600"] * 3
 
             # A later mistake changes nothing, and is reported.
