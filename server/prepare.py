@@ -21,7 +21,7 @@ from ipaddress import IPv4Interface
 from pathlib import Path
 from typing import Final, NamedTuple
 
-MARK: Final = "# Written by waker's prepare.py. `make server UNDO=1` removes it."
+MARK: Final = "# Written by waker's prepare.py. `waker prepare --undo` removes it."
 RECORD: Final = Path("/var/lib/waker-prepare/record.json")
 UNFINISHED: Final = RECORD.with_name("unfinished")  # from the first change to the last
 MODULE: Final = "/usr/lib/dracut/modules.d/46initrd-ssh"
@@ -173,8 +173,9 @@ def understand(seen: Seen, wanted_card: str, box: str) -> Facts:
 
 def make_menu(seen: Seen, kernel: str) -> str:
     """Copy the kernel's entry of GRUB's menu for the kept image, if that can be."""
-    if re.sub(rf"(?ms)^{MARK}$.*?^}}$", "", seen["menu"]).strip():
-        return ""  # it is the owner's
+    ours = r"(?ms)^# Written by waker's prepare\.py\. .*?^}$"  # by version 3, too
+    if re.sub(ours, "", seen["menu"]).strip():  # it is the owner's
+        return ""
     for body in re.findall(r"(?ms)^\s*menuentry [^{]*{\n(.*?)^\s*}$", seen["grub"]):
         line = rf"(?m)^(\s*initrd\s.*initrd\.img-{re.escape(kernel)})(?!\S)"
         entry, found = re.subn(line, r"\1.before-waker", body)
