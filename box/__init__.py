@@ -1,9 +1,9 @@
-"""What sets up the box and the server. The daemon loads nothing of it."""
+"""Commands that set up the box and the server. The daemon never loads this package."""
 
 
 class Refused(Exception):
-    """Why nothing is changed, and what would be right."""
+    """Nothing was changed; the text says why, and what would be right."""
 
 
 class Failed(Exception):
-    """What failed, and what to do."""
+    """Something failed half-way; the text says what is left, and what to do."""

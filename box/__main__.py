@@ -8,35 +8,44 @@ import sys
 
 import waker
 
-COMMANDS = (
+HELP = (
     ("install", "install waker on this box, or upgrade it"),
-    ("uninstall", "remove it, but not its settings and keys"),
-    ("check", "find out why waking or unlocking does not work"),
     ("prepare", "prepare a server, so that waker can unlock it"),
+    ("check", "find out why waking or unlocking does not work"),
+    ("uninstall", "remove waker from this box"),
 )
 TAKE_A_VALUE = "--env-file", "--seconds"
 
 
-def main(arguments: list[str]) -> int:
-    """Run a command, and return the exit status."""
+def split(arguments: list[str]) -> tuple[str, list[str]]:
+    """Return the command, or "", and the other arguments.
+
+    Options may come first: waker --env-file FILE check
+    """
     place = 0
     while place < len(arguments) and arguments[place].startswith("-"):
         place += 2 if arguments[place] in TAKE_A_VALUE else 1
-    command, others = arguments[place : place + 1], arguments[:]
-    del others[place : place + 1]
-    if command == ["check"]:
-        from box import check
+    command = "".join(arguments[place : place + 1])
+    return command, arguments[:place] + arguments[place + 1 :]
 
-        return check.main(others)
-    if command in (["install"], ["uninstall"]):
+
+def main(arguments: list[str]) -> int:
+    """Run a command, and return the exit status."""
+    command, others = split(arguments)
+    # The daemon must not load any of these.
+    if command in ("install", "uninstall"):
         from box import install
 
-        return install.main(command[0], others)
-    if command == ["prepare"]:
+        return install.main(command, others)
+    if command == "prepare":
         from box import prepare
 
         return prepare.main(others)
-    return waker.main(arguments, COMMANDS)
+    if command == "check":
+        from box import check
+
+        return check.main(others)
+    return waker.main(arguments, HELP)
 
 
 if __name__ == "__main__":

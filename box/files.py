@@ -1,4 +1,4 @@
-"""Read what the one file carries, and replace files of the box."""
+"""Read the sources in the one file, and replace files safely."""
 
 import functools
 import os
@@ -19,7 +19,7 @@ def read_sources() -> Mapping[str, bytes]:
 
 
 def new_name(file: Path) -> Path:
-    """Return the name of what will replace a file, until it does."""
+    """Return the temporary name of what will replace a file."""
     return file.with_name(f".{file.name}.new")
 
 
@@ -28,8 +28,8 @@ def write_new(
 ) -> Path:
     """Write, beside a file, what will replace it; returns the new file's path.
 
-    It is on the disk then, so a power cut leaves the old file or the new one. The
-    owner's user and group are IDs; -1 is this process's. Raises: OSError.
+    It has been synced: once renamed, a power cut leaves the old file or the new one.
+    The owner's user and group are IDs; -1 is this process's. Raises: OSError.
     """
     new = new_name(file)
     new.unlink(missing_ok=True)  # of a run that was killed

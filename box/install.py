@@ -33,14 +33,14 @@ from box.system import (
     Service,
     System,
     check_and_enable,
-    control,
     find_services,
     find_system,
-    is_answering,
     is_booted,
     is_running,
     read_log,
     run,
+    service_command,
+    wait_for_page,
 )
 from waker import Config, ConfigError
 
@@ -48,12 +48,14 @@ PYTHON: Final = "/usr/bin/python3"  # which runs waker; Debian's paramiko is for
 SETTINGS: Final = "waker.env", "ssh_key", "ssh_key.pub"
 KEY: Final = CONFIG / "ssh_key"
 PUBLIC_KEY: Final = CONFIG / "ssh_key.pub"
-# What OpenWrt keeps when it is upgraded. Source: list_static_conffiles in sysupgrade.
-KEEP: Final = Path("/lib/upgrade/keep.d/waker")
-KEPT: Final = CONFIG, PROCD.program, PROCD.service, Path("/etc/rc.d/S95waker"), KEEP
+# Lists what an upgrade of OpenWrt keeps. Source: list_static_conffiles in sysupgrade.
+KEEP_FILE: Final = Path("/lib/upgrade/keep.d/waker")
+ENABLED: Final = Path("/etc/rc.d/S95waker")  # by waker.init's START=95
+KEEP_LINES: Final = CONFIG, PROCD.program, PROCD.service_file, ENABLED, KEEP_FILE
 HIDES: Final = Path("/etc/systemd/system/waker.service")  # our unit; drop-ins do not
 # Where `make install PREFIX=/usr` of waker 3 has put it on a box with systemd.
 OLDER: Final = Path("/usr/bin/waker"), Path("/usr/lib/systemd/system/waker.service")
+# Whoever changes packages holds the first, and whoever updates their lists the second.
 LOCKS: Final = Path("/var/lib/dpkg/lock-frontend"), Path("/var/lib/apt/lists/lock")
 
 
@@ -70,17 +72,17 @@ class Plan(NamedTuple):
     """What will be done."""
 
     system: System
-    packages: Sequence[str]  # of Debian
+    packages: Sequence[str]  # of Debian, to be installed
     files: Sequence[NewFile]
-    has_new_key: bool
-    starts: dict[Service, Config]  # with the settings that each will have
-    is_filled_in: bool  # whether waker's own settings are
-    folder: Path | None  # of --from
-    moved: Sequence[Path]  # its files
+    needs_key: bool
+    starts: dict[Service, Config]  # the services to start, with their settings
+    is_configured: bool  # whether waker's own settings have been filled in
+    source_folder: Path | None  # of --from
+    source_files: Sequence[Path]  # its files, to be deleted at the end
 
 
 # ---- Look ----------------------------------------------------------------------------
-# Nothing here changes the box.
+# Nothing in this section changes the box.
 
 
 def check_place(system: System) -> None:
@@ -94,10 +96,8 @@ def check_place(system: System) -> None:
         )
 
 
-def find_moved(folder: Path | None) -> list[Path]:
-    """Return the files of --from. Raises: Refused."""
-    if not folder:
-        return []
+def find_source_files(folder: Path) -> list[Path]:
+    """Return the files that --from moves. Raises: Refused."""
     if not folder.is_dir() or (CONFIG.exists() and folder.samefile(CONFIG)):
         raise Refused(f"--from needs a folder, other than {CONFIG}.")
     return [folder / name for name in SETTINGS if folder.joinpath(name).exists()]
@@ -110,9 +110,10 @@ def has_paramiko() -> bool:
 
 
 def find_missing_packages(system: System) -> list[str]:
-    """Return what apt must install. Raises: Refused if there is no apt, nor paramiko.
+    """Return what apt must install.
 
-    Without an SSH client, waker runs, but cannot prepare a server.
+    Without an SSH client, waker runs, but cannot prepare a server. Raises: Refused if
+    paramiko is missing and there is no apt.
     """
     if shutil.which("apt-get"):
         missing = [] if has_paramiko() else ["python3-paramiko"]
@@ -126,7 +127,9 @@ def find_missing_packages(system: System) -> list[str]:
 def build_program(system: System) -> bytes:
     """Return the program, compiled for this Python. Raises: Refused."""
     sources = dict(read_sources())
-    if system.program == waker.HERE:  # its code may be that of an older Python
+    # The installed program has compiled code, perhaps of an older Python. A file that
+    # was copied to the box may not have any.
+    if system.program == waker.HERE:
         sources = {n: data for n, data in sources.items() if not n.endswith(".pyc")}
     try:
         pack.check_names(sources)
@@ -139,87 +142,99 @@ def plan_files(system: System) -> list[NewFile]:
     """Return the program and its service. Raises: Refused."""
     files = [
         NewFile(system.program, build_program(system), 0o755),
-        NewFile(system.service, read_sources()[system.source], system.mode),
+        NewFile(
+            system.service_file,
+            read_sources()[system.service_source],
+            system.service_mode,
+        ),
     ]
     if system is PROCD:
-        kept = "".join(f"{path}\n" for path in KEPT)
-        files.append(NewFile(KEEP, kept.encode(), 0o644))
+        lines = "".join(f"{path}\n" for path in KEEP_LINES)
+        files.append(NewFile(KEEP_FILE, lines.encode(), 0o644))
     return files
 
 
-def is_filled_in(env_file: Path) -> bool:
+def has_values(env_file: Path) -> bool:
     """Return whether any setting has a value. Raises: ConfigError."""
     return env_file.exists() and any(waker.read_env_file(env_file).values())
 
 
 def read_settings(env_file: Path) -> Config:
     """Read settings as this version does. Raises: ConfigError, with the file's name."""
+    values = waker.read_env_file(env_file)
     try:
-        values = waker.read_env_file(env_file)
         return waker.read_config(values, env_file.parent)
     except ConfigError as error:
         raise ConfigError(f"{env_file}:\n{error}") from None
 
 
+def find_own_settings(folder: Path) -> Path:
+    """Return where the settings are that --from gives waker. Raises: ConfigError."""
+    for file in (folder / "waker.env", ENV_FILE):
+        if file.exists():
+            return file
+    raise ConfigError(f"{folder} has no waker.env, and neither has {CONFIG}.")
+
+
 def read_services(
     system: System, folder: Path | None
 ) -> tuple[dict[Service, Config], list[Service]]:
-    """Read the settings that each service will have, if it has any.
+    """Read the settings that each service will have.
 
-    Returns the services that will be started, with their settings, and the others.
-    Raises: ConfigError
+    Returns the services to start, with their settings, and those that stay stopped, if
+    they have settings. Raises: ConfigError
     """
-    starts, others = {}, []
+    starts, stopped = {}, []
     for service in find_services(system):
-        env_file, will_start = service.env_file, is_running(system, service.name)
         if folder and service.name == "waker":
-            own, will_start = folder / "waker.env", True
-            env_file = own if own.exists() else ENV_FILE
-        if will_start:
-            starts[service] = read_settings(env_file)
-        elif is_filled_in(env_file):
-            read_settings(env_file)
-            others.append(service)
-    return starts, others
+            starts[service] = read_settings(find_own_settings(folder))
+        elif is_running(system, service.name):
+            starts[service] = read_settings(service.env_file)
+        elif has_values(service.env_file):
+            read_settings(service.env_file)  # a mistake would stop it later
+            stopped.append(service)
+    return starts, stopped
 
 
 def look(folder: Path | None) -> Plan:
     """Find out what to do. Raises: Refused, ConfigError, OSError."""
-    read_sources()  # which compares the checksum of each file
+    sources = read_sources()  # which compares every checksum
     system = find_system()
     if not system:
         raise Refused("this needs systemd or OpenWrt's procd, but neither is here.")
     check_place(system)
-    files, moved = plan_files(system), find_moved(folder)
+    files, moved = plan_files(system), find_source_files(folder) if folder else []
     files += [NewFile(CONFIG / f.name, f.read_bytes(), 0o600) for f in moved]
     if not folder and not os.path.lexists(ENV_FILE):
-        example = read_sources()["waker.env.example"]
-        files.append(NewFile(ENV_FILE, example, 0o600))
-    starts, others = read_services(system, folder)
+        files.append(NewFile(ENV_FILE, sources["waker.env.example"], 0o600))
+    starts, stopped = read_services(system, folder)
     return Plan(
         system=system,
         packages=find_missing_packages(system),
         files=files,
-        has_new_key=not folder and not any(map(os.path.lexists, (KEY, PUBLIC_KEY))),
+        needs_key=not folder and not any(map(os.path.lexists, (KEY, PUBLIC_KEY))),
         starts=starts,
-        is_filled_in="waker" in [service.name for service in (*starts, *others)],
-        folder=folder,
-        moved=moved,
+        is_configured="waker" in [service.name for service in (*starts, *stopped)],
+        source_folder=folder,
+        source_files=moved,
     )
 
 
 def agree(lines: Iterable[str], *, yes: bool) -> None:
-    """Show what will be done, and ask unless that is answered. Raises: Refused."""
+    """Show what will be done, and ask unless `yes`. Raises: Refused."""
     print("This will:", *(f"    {line}" for line in lines), sep="\n")
-    answer = "y" if yes else ""
-    with contextlib.suppress(EOFError):
-        answer = answer or input("Go on? [y/N] ")
+    if yes:
+        return
+    try:
+        answer = input("Go on? [y/N] ")
+    except EOFError:
+        raise Refused("nobody answered. Without a terminal, use --yes.") from None
     if answer[:1] not in ("y", "Y"):
-        raise Refused("you did not answer y. Without a terminal, use --yes.")
+        raise Refused("you did not answer y.")
 
 
 def show_and_ask(plan: Plan, *, yes: bool) -> None:
-    """Show what was found and will be done, and ask. Raises: Refused."""
+    """Show what was found and what will be done, and ask. Raises: Refused."""
     system = plan.system
     name = platform.freedesktop_os_release()["PRETTY_NAME"]
     python = platform.python_version()
@@ -228,12 +243,12 @@ def show_and_ask(plan: Plan, *, yes: bool) -> None:
         print(f"Found: {system.program}, which this replaces")
     will = [f"install {package} with apt" for package in plan.packages]
     will += [f"write {file.path}" for file in plan.files]
-    if plan.has_new_key:
+    if plan.needs_key:
         will += [f"write {KEY}, a new SSH key"]
-    if plan.folder:
+    if plan.source_folder:
         will += ["start waker at every boot"]
     will += [f"restart {service.name}" for service in plan.starts]
-    will += [f"delete {file}" for file in plan.moved]
+    will += [f"delete {file}" for file in plan.source_files]
     agree(will, yes=yes)
 
 
@@ -241,7 +256,7 @@ def show_and_ask(plan: Plan, *, yes: bool) -> None:
 
 
 def install_packages(names: Sequence[str]) -> None:
-    """Install Debian packages, once nobody else does. Raises: Failed, OSError."""
+    """Install Debian packages, after any other apt. Raises: Failed, OSError."""
     for path in LOCKS:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as lock:
@@ -280,31 +295,34 @@ def make_key() -> list[NewFile]:
     ]
 
 
-def remove_if_empty(folder: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a file, or a folder if it is empty. What cannot be removed stays."""
     with contextlib.suppress(OSError):
-        folder.rmdir()
+        path.rmdir() if path.is_dir() else path.unlink()
 
 
 def write_beside(file: NewFile, unfinished: contextlib.ExitStack) -> None:
-    """Write what will replace a file, and make its folder. Raises: Refused.
+    """Write what will replace a file, and make its folder. Raises: Failed.
 
-    `unfinished` removes both again, unless they are in use by then.
+    `unfinished` takes that back: it removes the new file, and empty folders. Once the
+    new file has been renamed, it finds nothing to remove.
     """
     try:
         missing = [folder for folder in file.path.parents if not folder.exists()]
         for folder in reversed(missing):
             folder.mkdir(mode=0o700 if folder == CONFIG else 0o755)
-            unfinished.callback(remove_if_empty, folder)
-        unfinished.callback(new_name(file.path).unlink, missing_ok=True)
+            unfinished.callback(remove, folder)
+        unfinished.callback(remove, new_name(file.path))
         write_new(file.path, file.data, file.mode)
     except OSError as error:
-        raise Refused(f"{file.path} cannot be written: {error.strerror}.") from None
+        problem = f"{file.path} cannot be written: {error.strerror}"
+        raise Failed(f"{problem}. waker is as it was before.") from None
 
 
 def carry_out(plan: Plan) -> None:
     """Install packages and write files, or leave all files as they are.
 
-    Raises: Refused, Failed, OSError
+    Raises: Failed, OSError
     """
     files = list(plan.files)
     with contextlib.ExitStack() as unfinished:
@@ -312,7 +330,7 @@ def carry_out(plan: Plan) -> None:
             write_beside(file, unfinished)
         if plan.packages:
             install_packages(plan.packages)
-        if plan.has_new_key:
+        if plan.needs_key:
             key = make_key()
             for file in key:
                 write_beside(file, unfinished)
@@ -325,7 +343,7 @@ def carry_out(plan: Plan) -> None:
 def report(system: System, service: Service, config: Config) -> bool:
     """Say whether a service that was started answers; returns that."""
     name, port = service.name, config.listen[1]
-    if is_answering(system, service, config.listen):
+    if wait_for_page(system, service, config.listen):
         print(f"{name} answers on port {port}.")
         return True
     print(f"{name} does not answer on port {port}. Its log ends with:\n")
@@ -337,18 +355,18 @@ def start(plan: Plan) -> bool:
     """Start what must run; returns whether all of it answers. Raises: Failed."""
     system = plan.system
     if not is_booted(system):
-        if plan.folder:
-            run(control(system, "enable"))
+        if plan.source_folder:
+            run(service_command(system, "enable"))
         print(f"Nothing was started, because {system.name} is not running here.")
         return True
     if system is SYSTEMD:
         run(["systemctl", "daemon-reload"])
-    if plan.folder:
+    if plan.source_folder:
         check_and_enable(system)
         print()
     for service in plan.starts:
-        run(control(system, "restart", service.name))
-    answers = [report(system, *started) for started in plan.starts.items()]
+        run(service_command(system, "restart", service.name))
+    answers = [report(system, service, plan.starts[service]) for service in plan.starts]
     return all(answers)
 
 
@@ -358,51 +376,56 @@ def explain_older(system: System) -> str:
     if system is not SYSTEMD or not older:
         return ""
     lines = ["An older waker is in /usr. If none of your units run it, remove it:\n"]
-    asked = control(system, "is-enabled")
+    asked = service_command(system, "is-enabled")
     if not subprocess.run(asked, capture_output=True, check=False).returncode:
         lines.append("    sudo systemctl reenable waker")
     return "\n".join([*lines, f"    sudo rm {' '.join(older)}\n\n"])
 
 
-def next_step(plan: Plan) -> str:
-    """Say what to do next."""
-    root = plan.system.as_root
-    if plan.folder:
-        return "Next, open waker's page on your phone."
-    if plan.starts:
-        return f"Next, see whether all is right:\n\n    {root}waker check"
-    if plan.is_filled_in and not plan.has_new_key:
-        enable, restart = (control(plan.system, act) for act in ("enable", "restart"))
-        steps = (["waker", "check"], enable, restart)
-        lines = [f"    {root}{shlex.join(step)}" for step in steps]
-        return "\n".join(["Next, check the settings, and start waker:\n", *lines])
-    without = ", without sudo" if root else ""
+def explain_preparing(system: System) -> str:
+    """Say how to prepare a server, and show the public key if it must be pasted."""
+    without = ", without sudo" if system.as_root else ""
     step = f"Next, prepare the server{without}:\n\n    waker prepare me@192.168.1.20"
     try:
         prepare.check_client()
     except ConfigError as error:
-        key = PUBLIC_KEY.read_text() if PUBLIC_KEY.exists() else ""
+        key = PUBLIC_KEY.read_text().strip() if PUBLIC_KEY.exists() else ""
         step += f"\n\n{error} Or prepare the server by hand, with waker's public key:"
-        step += f"\n\n    {key.strip()}"
+        step += f"\n\n    {key}"
     return step
 
 
-def install(given: argparse.Namespace) -> int:
+def next_step(plan: Plan) -> str:
+    """Say what to do next."""
+    root = plan.system.as_root
+    if plan.source_folder:
+        return "Next, open waker's page on your phone."
+    if plan.starts:
+        return f"Next, see whether all is right:\n\n    {root}waker check"
+    if plan.needs_key or not plan.is_configured:
+        return explain_preparing(plan.system)
+    enable = shlex.join(service_command(plan.system, "enable"))
+    restart = shlex.join(service_command(plan.system, "restart"))
+    lines = [f"    {root}{command}" for command in ("waker check", enable, restart)]
+    return "\n".join(["Next, check the settings, and start waker:\n", *lines])
+
+
+def install(folder: Path | None, *, yes: bool) -> int:
     """Install waker; returns 0 if all that was started answers, or else 1.
 
     Raises: Refused, Failed, ConfigError, OSError
     """
-    plan = look(given.folder)
-    show_and_ask(plan, yes=given.yes)
+    plan = look(folder)
+    show_and_ask(plan, yes=yes)
     carry_out(plan)
     print("\nwaker is installed.")
     if not start(plan):
-        if plan.moved:
-            print(f"\nCorrect that in {plan.folder}, and run the same command again.")
+        if plan.source_files:
+            print(f"\nThe files in {folder} stay there. Correct them.")
         return 1
-    if plan.moved:
-        os.sync()  # what was written must outlive a power cut before its origin goes
-    for file in plan.moved:
+    if plan.source_files:
+        os.sync()  # it must start at the next boot before they go
+    for file in plan.source_files:
         file.unlink()
     print(f"\n{explain_older(plan.system)}{next_step(plan)}")
     return 0
@@ -411,7 +434,7 @@ def install(given: argparse.Namespace) -> int:
 # ---- Uninstall -----------------------------------------------------------------------
 
 
-def uninstall(given: argparse.Namespace) -> None:
+def uninstall(*, yes: bool) -> None:
     """Remove what was installed. Raises: Refused, Failed, OSError."""
     system = find_system()
     if not system or not system.program.exists():
@@ -420,21 +443,21 @@ def uninstall(given: argparse.Namespace) -> None:
     others = [n for n in names if n != "waker" and is_running(system, n)]
     if others:
         stop = f"sudo systemctl disable --now {' '.join(others)}"
-        raise Refused(f"{' and '.join(others)} needs the program. First run: {stop}")
-    # The program comes last: as long as it is there, it can be run again.
-    places = system.service, KEEP, system.program
-    files = [file for file in places if file.exists()]
-    will = ["send no more messages to your phone"] if notify.is_installed() else []
-    will += [f"delete {file}" for file in files]
-    print(f"Your settings and keys in {CONFIG} stay, and so do packages.")
-    agree(will, yes=given.yes)
-    if notify.is_installed():
+        raise Refused(f"{' and '.join(others)} still needs waker. First run: {stop}")
+    # The program goes last, so that a run that was cut short can be repeated.
+    files = system.service_file, KEEP_FILE, system.program
+    files_here = [file for file in files if file.exists()]
+    sends_messages = notify.is_installed()
+    will = ["send no more messages to your phone"] if sends_messages else []
+    print(f"Your settings and keys in {CONFIG} stay. Installed packages stay, too.")
+    agree([*will, *(f"delete {file}" for file in files_here)], yes=yes)
+    if sends_messages:
         notify.uninstall()
-    if system.service in files:
+    if system.service_file in files_here:
         if is_booted(system):
-            run(control(system, "stop"))
-        run(control(system, "disable"))
-    for file in files:
+            run(service_command(system, "stop"))
+        run(service_command(system, "disable"))
+    for file in files_here:
         file.unlink()
     print(f"waker is removed.\n{explain_older(system)}")
 
@@ -453,42 +476,50 @@ def use_right_python() -> None:
 def parse_arguments(command: str, arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"waker {command}", allow_abbrev=False)
     add = parser.add_argument
-    about = "messages to your phone when the server waits and is up"
-    add("part", nargs="?", choices=["notify"], metavar="notify", help=about)
+    messages = (
+        "messages to your phone when the server waits for its passphrase or is up"
+    )
+    add("part", nargs="?", choices=["notify"], metavar="notify", help=messages)
     add("--yes", action="store_true", help="do not ask")
     if command == "install":
         parser.description = "Install waker on this box, or upgrade it."
-        about = "take settings and key out of this folder, and run waker with them"
-        add("--from", metavar="FOLDER", type=Path, dest="folder", help=about)
+        source = f"move settings and key from this folder to {CONFIG}, and start waker"
+        add("--from", metavar="FOLDER", type=Path, dest="folder", help=source)
     else:
         parser.description = (
             "Remove waker from this box, but not its settings and keys."
         )
-    return parser.parse_args(arguments)
+        parser.set_defaults(folder=None)
+    given = parser.parse_args(arguments)
+    if given.part and given.folder:
+        parser.error("--from has nothing for notify")
+    return given
 
 
 def run_command(command: str, given: argparse.Namespace) -> int:
-    """Run a command; returns its exit status. Raises as these do."""
+    """Run a command, and return its exit status. Raises what the commands raise."""
     if os.geteuid():
         again = shlex.join(["python3", *sys.argv])
         raise Refused(f"this needs root. Run: sudo {again}")
-    if command == "install" and not given.part:
-        use_right_python()
-        return install(given)
-    if command == "install":
-        notify.install()
-    elif given.part:
-        notify.uninstall()
-    else:
-        uninstall(given)
-    return 0
+    if given.part:
+        notify.install() if command == "install" else notify.uninstall()
+        return 0
+    if command == "uninstall":
+        uninstall(yes=given.yes)
+        return 0
+    use_right_python()
+    return install(given.folder and given.folder.resolve(), yes=given.yes)
 
 
 def main(command: str, arguments: Sequence[str]) -> int:
-    """Run `install` or `uninstall`; 0: done; 1: not done; 78: a setting is wrong."""
+    """Run `install` or `uninstall`.
+
+    Exit status 0: done; 1: it failed, or a service does not answer; 78: a setting is
+    wrong, and nothing was changed.
+    """
     given = parse_arguments(command, arguments)
     os.umask(0o022)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # keep the order of what others print
+    if isinstance(sys.stdout, io.TextIOWrapper):  # so that commands print in order
         sys.stdout.reconfigure(line_buffering=True)
     try:
         return run_command(command, given)

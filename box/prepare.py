@@ -32,7 +32,7 @@ from typing import IO, Final, cast
 import waker
 from box import Failed, Refused
 from box.files import new_name, read_sources, sync_folder, write_new
-from box.system import CONFIG, check_and_enable, control, find_system, run
+from box.system import CONFIG, check_and_enable, find_system, run, service_command
 from waker import ConfigError
 
 # What Python runs to run this again. -B: no files of root's in a checkout.
@@ -276,7 +276,7 @@ def start_waker(folder: Path) -> str:
     if not system:
         raise ConfigError("Neither systemd nor procd is here to start waker.")
     is_right = check_and_enable(system)
-    run(control(system, "restart"))
+    run(service_command(system, "restart"))
     if not is_right:
         raise ConfigError("waker was started. Correct what is WRONG, and restart it.")
     values = waker.read_env_file(folder / "waker.env")

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -16,14 +16,15 @@ from waker import Address
 
 CONFIG: Final = Path("/etc/waker")
 ENV_FILE: Final = CONFIG / "waker.env"
-# Where systemd looks for units. What a later folder has wins. Source: systemd.unit(5).
+# Where systemd looks for units. A later folder overrides an earlier one.
+# Source: systemd.unit(5).
 UNIT_FOLDERS: Final = (
     Path("/usr/lib/systemd/system"),
     Path("/usr/local/lib/systemd/system"),
     Path("/run/systemd/system"),
     Path("/etc/systemd/system"),
 )
-ANSWER_SECONDS: Final = 60  # a slow box needs 20 for the first page while it boots
+PAGE_SECONDS: Final = 60  # a slow box needs 20 for the first page while it boots
 LOG_LINES: Final = 10
 
 
@@ -32,26 +33,26 @@ class System(NamedTuple):
 
     name: str
     program: Path
-    service: Path  # the unit, or the init script
-    source: str  # what the one file calls that
-    mode: int  # of that
+    service_file: Path  # the unit, or the init script
+    service_source: str  # its name in the one file
+    service_mode: int
     as_root: str  # what a user types before a command for root
 
 
 SYSTEMD: Final = System(
     name="systemd",
     program=Path("/usr/local/bin/waker"),
-    service=Path("/usr/local/lib/systemd/system/waker.service"),
-    source="waker.service",
-    mode=0o644,
+    service_file=Path("/usr/local/lib/systemd/system/waker.service"),
+    service_source="waker.service",
+    service_mode=0o644,
     as_root="sudo ",
 )
 PROCD: Final = System(
     name="procd",
     program=Path("/usr/bin/waker"),
-    service=Path("/etc/init.d/waker"),
-    source="waker.init",
-    mode=0o755,
+    service_file=Path("/etc/init.d/waker"),
+    service_source="waker.init",
+    service_mode=0o755,
     as_root="",
 )
 
@@ -71,14 +72,17 @@ def find_system() -> System | None:
 
 
 def is_booted(system: System) -> bool:
-    """Return whether it runs: systemd does not in a chroot. Source: sd_booted(3)."""
+    """Return whether it is running; systemd is not in a chroot.
+
+    Source: sd_booted(3)
+    """
     return system is PROCD or Path("/run/systemd/system").is_dir()
 
 
 # ---- Services ------------------------------------------------------------------------
 
 
-def read_units() -> Mapping[str, str]:
+def read_units() -> dict[str, str]:
     """Return the text of each service's unit and drop-ins, by the service's name."""
     units: dict[str, str] = {}
     for folder in UNIT_FOLDERS:
@@ -105,18 +109,23 @@ def find_env_file(unit: str, arguments: str) -> Path:
 
 
 def find_services(system: System) -> Iterator[Service]:
-    """Yield each service that runs the program, our own in any case."""
+    """Yield each service that runs the program, and always our own.
+
+    Our own may have no unit yet, or the one that waker 3 has installed in /usr.
+    """
     if system is PROCD:
         yield Service("waker", ENV_FILE)
         return
-    for name, unit in ({"waker": ""} | dict(read_units())).items():
+    units = read_units()
+    units.setdefault("waker", "")
+    for name, unit in units.items():
         starts = re.findall(r"(?m)^ExecStart=\s*[-@:+!|]*(\S+)(.*)", unit)
         program, arguments = starts[-1] if starts else ("", "")
         if name == "waker" or program == str(system.program):
             yield Service(name, find_env_file(unit, arguments))
 
 
-def control(system: System, action: str, name: str = "waker") -> list[str]:
+def service_command(system: System, action: str, name: str = "waker") -> list[str]:
     """Return the command for an action on a service, such as `restart`."""
     if system is PROCD:
         return [f"/etc/init.d/{name}", action]
@@ -134,23 +143,28 @@ def is_running(system: System, name: str = "waker") -> bool:
     if not is_booted(system):
         return False
     if system is PROCD:
-        command = control(system, "running", name)
+        command = service_command(system, "running", name)
         return Path(command[0]).exists() and not subprocess.call(command)
     asked = subprocess.run(
-        control(system, "is-active", name), stdout=subprocess.PIPE, check=False
+        service_command(system, "is-active", name),
+        stdout=subprocess.PIPE,
+        check=False,
     )
     return asked.stdout.strip() in (b"active", b"activating", b"reloading")
 
 
-def is_answering(system: System, service: Service, listen: Address) -> bool:
-    """Wait until a service that was started shows its page, or has ended."""
+def wait_for_page(system: System, service: Service, listen: Address) -> bool:
+    """Wait until a service that was started serves its page; returns whether it does.
+
+    False means that it has ended, or that it took too long.
+    """
     host, port = listen
     if ipaddress.ip_address(host).is_unspecified:
         host = "127.0.0.1"
-    ends = time.monotonic() + ANSWER_SECONDS
-    while time.monotonic() < ends and is_running(system, service.name):
+    deadline = time.monotonic() + PAGE_SECONDS
+    while time.monotonic() < deadline and is_running(system, service.name):
         try:
-            with waker.open_tcp(host, port, ANSWER_SECONDS) as tcp:
+            with waker.open_tcp(host, port, deadline - time.monotonic()) as tcp:
                 tcp.sendall(b"GET / HTTP/1.1\r\nHost: waker\r\n\r\n")
                 return tcp.recv(12) == b"HTTP/1.1 200"
         except OSError:  # it does not listen yet
@@ -177,6 +191,6 @@ def check_and_enable(system: System) -> bool:
     check = ["waker", "check"]
     checked = subprocess.run(check, check=False).returncode
     if checked == os.EX_CONFIG:
-        raise Failed("Correct this in waker.env, and run the same command again.")
-    run(control(system, "enable"))
+        raise Failed("Correct these settings, and run the same command again.")
+    run(service_command(system, "enable"))
     return not checked

@@ -188,7 +188,7 @@ def test_what_check_accepts_can_be_served(program: Path) -> None:
 def test_help_lists_each_command_and_a_wrong_one_is_told_them(program: Path) -> None:
     shown = run(program, "--help")
     own = run_waker("--help", program=MODULE).stdout
-    commands = "serve", "unlock", "state", "install", "uninstall", "check", "prepare"
+    commands = "serve", "unlock", "state", "install", "prepare", "check", "uninstall"
     assert shown[1].startswith("usage: waker [")
     assert re.findall(r"(?m)^  ([a-z]+)  +\w", shown[1]) == [*commands]
     assert re.findall(r"(?m)^  ([a-z]+)  +\w", own) == [*commands[:3]]

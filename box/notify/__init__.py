@@ -1,7 +1,7 @@
-"""Messages to a phone: `waker install notify`, and their removal.
+"""Set up messages to a phone: `waker install notify`, `waker uninstall notify`.
 
-The address of the messages' topic is a secret, and sudo logs arguments. So it is read
-from the terminal, or from standard input.
+The topic's address is a secret, and sudo logs arguments. So it is read from the
+terminal, or from standard input.
 """
 
 import os
@@ -27,15 +27,13 @@ from box.system import (
 TIMER: Final = "waker-notify.timer"
 SERVICE: Final = "waker-notify.service"
 PROGRAM: Final = Path("/usr/local/bin/waker-notify")
-UNITS: Final = SYSTEMD.service.parent
+UNITS: Final = SYSTEMD.service_file.parent
 URL_FILE: Final = CONFIG / "notify_url"
 # Where systemd puts the state of a service with DynamicUser=yes, and a link to it.
 STATE: Final = Path("/var/lib/private/waker-notify")
 STATE_LINK: Final = Path("/var/lib/waker-notify")
-IN_THE_WAY: Final = (  # of waker 3.0
-    Path("/etc/systemd/system/waker-notify.service"),
-    Path("/etc/systemd/system/waker-notify.timer"),
-)
+OWN_UNITS: Final = Path("/etc/systemd/system")  # which hide ours
+IN_THE_WAY: Final = OWN_UNITS / SERVICE, OWN_UNITS / TIMER  # of waker 3.0
 VISIBLE: Final = r"[!#-&(-\[\]-~]+"  # ASCII, but no quotes and no backslash
 TOPIC: Final = r"https?://[^/:?#][^?#]*/[^?#]+([?#].*)?"  # not only a host's name
 
@@ -81,12 +79,6 @@ def ask_for_url() -> str:
     return url
 
 
-def write(file: Path, data: bytes, mode: int) -> None:
-    """Replace a file. Raises: OSError."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_new(file, data, mode).replace(file)
-
-
 def install() -> None:
     """Send messages from now on. Raises: Refused, Failed, OSError."""
     check_place()
@@ -95,20 +87,23 @@ def install() -> None:
         run(["systemctl", "disable", "--quiet", "--now", TIMER])
         run(["systemctl", "stop", SERVICE])
     sources = read_sources()
-    write(URL_FILE, f"{url}\n".encode(), 0o600)
-    write(PROGRAM, sources["box/notify/notify"], 0o755)
-    for unit in (SERVICE, TIMER):
-        write(UNITS / unit, sources[f"box/notify/{unit}"], 0o644)
+    for folder in (PROGRAM.parent, UNITS):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_new(URL_FILE, f"{url}\n".encode(), 0o600).replace(URL_FILE)
+    write_new(PROGRAM, sources["box/notify/notify"], 0o755).replace(PROGRAM)
+    for name in (SERVICE, TIMER):
+        unit = UNITS / name
+        write_new(unit, sources[f"box/notify/{name}"], 0o644).replace(unit)
     run(["systemctl", "daemon-reload"])
-    # Without a last state, it sends a message. If waker cannot check the server, it
-    # succeeds without a message and without a last state.
+    # Without a recorded state, the service always sends a message. If waker cannot
+    # check the server, the service succeeds without one, but records nothing.
     shutil.rmtree(STATE, ignore_errors=True)
     print("Sending a message to your phone.", flush=True)
     start = ["systemctl", "start", SERVICE]
     has_failed = subprocess.run(start, check=False).returncode
     if has_failed or not STATE.joinpath("last").exists():
         raise Failed(
-            "it could not be sent, so the timer is off. To see why, run:\n"
+            "the message could not be sent, so messages stay off. To see why, run:\n"
             "    sudo journalctl -u waker-notify\n"
             "    sudo waker state\n"
             "Then run this again."
@@ -126,4 +121,4 @@ def uninstall() -> None:
     files = STATE_LINK, new_name(URL_FILE), URL_FILE, PROGRAM
     for file in (*files, UNITS / SERVICE, UNITS / TIMER):
         file.unlink(missing_ok=True)
-    print("Messages to your phone are no longer sent, and their topic was deleted.")
+    print("waker no longer sends messages to your phone. It has forgotten the address.")

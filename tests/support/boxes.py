@@ -1,8 +1,7 @@
 """A simulated box: this computer, with folders, processes and stand-ins of its own.
 
-It has this computer's programs, and its Python with the paramiko of the tests. Folders
-that an installation changes are layers over this computer's. In place of systemd or
-procd are scripts that really start and stop what they are told to.
+It has this computer's programs, and its Python with the tests' paramiko. Scripts stand
+in for systemd and procd. They do start and stop processes.
 """
 
 import contextlib
@@ -17,12 +16,14 @@ from pathlib import Path
 import paramiko
 import pytest
 from conftest import need, need_root
-from stand_ins import calls, stub
+from stand_ins import stub
 
 PYTHON = "/usr/bin/python3"
 PACKAGES = "/usr/lib/python3/dist-packages"
 PARAMIKO = "paramiko* cryptography* bcrypt* nacl _cffi_backend*"
-# /run/systemd/system says that systemd runs. The last line reaps what has ended.
+# Layers over /usr and /var, so that nothing is written to this computer's. /etc has a few
+# of this computer's files only: its settings stay out. /run/systemd/system says that
+# systemd is running. The last line reaps what has ended.
 LAYERS = """
 for folder in etc layers; do mkdir $folder; mount -t tmpfs none $folder; done
 for name in alternatives group ld.so.cache os-release passwd ssl; do
@@ -61,11 +62,17 @@ SYSTEMCTL = f"""
 name=${{2%.service}}
 {PROCESSES}
 case $1 in
-*able*) SYSTEMD_OFFLINE=1 exec /usr/bin/systemctl "$@" ;;
-is-active) runs && echo active ;;
+enable | disable | reenable | is-enabled)
+    SYSTEMD_OFFLINE=1 exec /usr/bin/systemctl "$@"
+    ;;
+is-active)
+    [ ! -e /run/$name.crashed ] || echo activating
+    runs && echo active
+    ;;
 stop) stop ;;
 restart)
     stop
+    rm -f /run/$name.crashed
     for folder in /etc /usr/local/lib /usr/lib; do
         unit=$folder/systemd/system/$name.service
         [ ! -e $unit ] || break
@@ -113,12 +120,12 @@ class Box:
         self.stubs = folder / "stubs"
         self.program = folder / "waker"  # the one file, as somebody has copied it
         self.paramiko = f"{PACKAGES}/paramiko"
-        # What makes the tests' paramiko that of the box.
+        # Shell commands that give the box the tests' paramiko.
         site = Path(paramiko.__file__).parents[1]
-        self.gets_paramiko = (
+        self.link_paramiko = (
             f"cd {site}; for n in {PARAMIKO}; do ln -sfn $PWD/$n {PACKAGES}; done\n"
         )
-        self.apt_get = f"case $* in *' install '*) {self.gets_paramiko} ;; esac\n"
+        self.apt_get = f"case $* in *' install '*) {self.link_paramiko} ;; esac\n"
 
     def enter(self, *command: str) -> list[str]:
         """Return a command that runs another one there."""
@@ -166,7 +173,7 @@ class Box:
         file.chmod(mode)
 
     def installed(self) -> dict[str, tuple[int, bytes]]:
-        """Return mode and content of each file of waker's, by its path."""
+        """Return mode and content of each file whose path contains `waker`."""
         places = "/etc /lib/upgrade /usr/bin/waker /usr/local"
         names = self.run(f"find {places} ! -type d 2>/dev/null || :")
         found = {}
@@ -177,10 +184,6 @@ class Box:
                 data = os.fsencode(file.readlink()) if is_link else file.read_bytes()
                 found[name] = (file.lstat().st_mode & 0o777, data)
         return found
-
-    def called(self, *programs: str) -> list[str]:
-        """Return how stand-ins were called since this was asked."""
-        return [call for call in calls(self.stubs) if call.split()[0] in programs]
 
 
 def need_system_python() -> None:
@@ -211,7 +214,7 @@ def new_box(folder: Path, program: Path) -> Iterator[Box]:
             stub(box.stubs / "journalctl", JOURNALCTL)
             for name in ("apt-get", "dpkg"):
                 stub(box.stubs / name)
-            box.run(box.gets_paramiko)
+            box.run(box.link_paramiko)
             yield box
         finally:
             holder.kill()
