@@ -36,6 +36,7 @@ card: dist ## make what a Raspberry Pi's SD card needs, dist/card
 
 install: dist ## install waker on this computer; or, with DESTDIR= and PREFIX=, for a package
 ifeq ($(DESTDIR),)
+	$(if $(filter-out /usr/local,$(PREFIX)),$(error PREFIX needs DESTDIR))
 	@$(PYTHON) dist/waker install
 else
 	install -D -m 755 dist/waker "$(DESTDIR)$(PREFIX)/bin/waker"

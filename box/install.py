@@ -16,7 +16,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -42,21 +43,35 @@ from box.system import (
     service_command,
     wait_for_page,
 )
-from waker import Config, ConfigError
+from waker import Config, ConfigError, UnlockError
 
 PYTHON: Final = "/usr/bin/python3"  # which runs waker; Debian's paramiko is for it
-SETTINGS: Final = "waker.env", "ssh_key", "ssh_key.pub"
 KEY: Final = CONFIG / "ssh_key"
 PUBLIC_KEY: Final = CONFIG / "ssh_key.pub"
+OWNERS: Final = ENV_FILE, KEY, PUBLIC_KEY  # which nothing but --from replaces
 # Lists what an upgrade of OpenWrt keeps. Source: list_static_conffiles in sysupgrade.
 KEEP_FILE: Final = Path("/lib/upgrade/keep.d/waker")
 ENABLED: Final = Path("/etc/rc.d/S95waker")  # by waker.init's START=95
 KEEP_LINES: Final = CONFIG, PROCD.program, PROCD.service_file, ENABLED, KEEP_FILE
 HIDES: Final = Path("/etc/systemd/system/waker.service")  # our unit; drop-ins do not
-# Where `make install PREFIX=/usr` of waker 3 has put it on a box with systemd.
-OLDER: Final = Path("/usr/bin/waker"), Path("/usr/lib/systemd/system/waker.service")
+# Where waker 3 has put its files on a box with systemd if PREFIX was /usr.
+OLDER_UNITS: Final = Path("/usr/lib/systemd/system")
+OLDER_TIMER: Final = OLDER_UNITS / notify.TIMER
+OLDER: Final = (
+    Path("/usr/bin/waker"),
+    OLDER_UNITS / "waker.service",
+    Path("/usr/bin/waker-notify"),
+    OLDER_UNITS / notify.SERVICE,
+    OLDER_TIMER,
+)
 # Whoever changes packages holds the first, and whoever updates their lists the second.
 LOCKS: Final = Path("/var/lib/dpkg/lock-frontend"), Path("/var/lib/apt/lists/lock")
+# Valid values of what has no default, to find mistakes in settings that lack some.
+FILLERS: Final = {
+    "WAKER_PIN": "a PIN for now",
+    "WAKER_HOMELAB_MAC": "02:00:00:00:00:01",
+    "WAKER_HOMELAB_HOST": "192.0.2.1",
+}
 
 
 @dataclass(frozen=True)
@@ -74,11 +89,16 @@ class Plan(NamedTuple):
     system: System
     packages: Sequence[str]  # of Debian, to be installed
     files: Sequence[NewFile]
-    needs_key: bool
-    starts: dict[Service, Config]  # the services to start, with their settings
+    key_files: Sequence[Path]  # to be made
+    starts: dict[Service, Config | None]  # with their settings, if they can be read
     is_configured: bool  # whether waker's own settings have been filled in
     source_folder: Path | None  # of --from
     source_files: Sequence[Path]  # its files, to be deleted at the end
+
+
+def list_files(system: System) -> tuple[Path, ...]:
+    """List what `uninstall` removes: the program last, so that it can be repeated."""
+    return system.service_file, KEEP_FILE, system.program
 
 
 # ---- Look ----------------------------------------------------------------------------
@@ -94,19 +114,30 @@ def check_place(system: System) -> None:
             f"{HIDES} would hide the unit that this installs. Remove it, or turn it"
             " into a drop-in with: sudo systemctl edit waker"
         )
+    for path in (system.program, system.service_file):
+        if path.is_dir():
+            raise Refused(f"{path} is a folder. Move it away.")
 
 
 def find_source_files(folder: Path) -> list[Path]:
     """Return the files that --from moves. Raises: Refused."""
-    if not folder.is_dir() or (CONFIG.exists() and folder.samefile(CONFIG)):
-        raise Refused(f"--from needs a folder, other than {CONFIG}.")
-    return [folder / name for name in SETTINGS if folder.joinpath(name).exists()]
+    is_own = CONFIG.exists() and folder.exists() and folder.samefile(CONFIG)
+    if is_own or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise Refused(f"--from needs a folder other than {CONFIG}, to take files out.")
+    return [folder / own.name for own in OWNERS if folder.joinpath(own.name).exists()]
 
 
 def has_paramiko() -> bool:
     """Return whether the Python that runs waker has paramiko, and all that it needs."""
     asked = [PYTHON, "-I", "-c", "import paramiko"]
     return not subprocess.run(asked, capture_output=True, check=False).returncode
+
+
+def is_half_installed(package: str) -> bool:
+    """Return whether dpkg was interrupted before it had configured a package."""
+    command = ["dpkg-query", "--show", "--showformat=${db:Status-Status}", package]
+    asked = subprocess.run(command, capture_output=True, check=False)
+    return asked.stdout.startswith((b"half-", b"unpacked"))
 
 
 def find_missing_packages(system: System) -> list[str]:
@@ -116,8 +147,9 @@ def find_missing_packages(system: System) -> list[str]:
     paramiko is missing and there is no apt.
     """
     if shutil.which("apt-get"):
-        missing = [] if has_paramiko() else ["python3-paramiko"]
-        return missing if shutil.which("ssh") else [*missing, "openssh-client"]
+        found = {"python3-paramiko": has_paramiko()}
+        found["openssh-client"] = bool(shutil.which("ssh"))
+        return [name for name in found if not found[name] or is_half_installed(name)]
     if not has_paramiko():
         room = "\nThis needs about 30 MB of space." if system is PROCD else ""
         raise Refused(f"{explain_no_paramiko()}{room}")
@@ -134,7 +166,7 @@ def build_program(system: System) -> bytes:
     try:
         pack.check_names(sources)
         return pack.build(sources | pack.compile_sources(sources))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise Refused(f"{waker.HERE} cannot be installed: {error}.") from None
 
 
@@ -154,18 +186,25 @@ def plan_files(system: System) -> list[NewFile]:
     return files
 
 
-def has_values(env_file: Path) -> bool:
-    """Return whether any setting has a value. Raises: ConfigError."""
-    return env_file.exists() and any(waker.read_env_file(env_file).values())
-
-
-def read_settings(env_file: Path) -> Config:
+def read_settings(env_file: Path, *, may_lack_some: bool = False) -> Config:
     """Read settings as this version does. Raises: ConfigError, with the file's name."""
     values = waker.read_env_file(env_file)
+    if may_lack_some:
+        values |= {name: values.get(name) or value for name, value in FILLERS.items()}
     try:
         return waker.read_config(values, env_file.parent)
     except ConfigError as error:
         raise ConfigError(f"{env_file}:\n{error}") from None
+
+
+def is_empty(env_file: Path) -> bool:
+    return not env_file.exists() or not env_file.read_bytes().strip()
+
+
+def is_complete(env_file: Path) -> bool:
+    """Return whether all that has no default is filled in. Raises: ConfigError."""
+    values = {} if is_empty(env_file) else waker.read_env_file(env_file)
+    return all(values.get(name) for name in FILLERS)
 
 
 def find_own_settings(folder: Path) -> Path:
@@ -176,24 +215,23 @@ def find_own_settings(folder: Path) -> Path:
     raise ConfigError(f"{folder} has no waker.env, and neither has {CONFIG}.")
 
 
-def read_services(
-    system: System, folder: Path | None
-) -> tuple[dict[Service, Config], list[Service]]:
-    """Read the settings that each service will have.
+def read_services(system: System, folder: Path | None) -> dict[Service, Config | None]:
+    """Read the settings that each service will have. Raises: ConfigError.
 
-    Returns the services to start, with their settings, and those that stay stopped, if
-    they have settings. Raises: ConfigError
+    Returns the services to start, with their settings, if these are in a file.
     """
-    starts, stopped = {}, []
+    starts: dict[Service, Config | None] = {}
     for service in find_services(system):
+        env_file = service.env_file
         if folder and service.name == "waker":
-            starts[service] = read_settings(find_own_settings(folder))
+            config = read_settings(find_own_settings(folder))
+            if is_booted(system):
+                starts[service] = config
         elif is_running(system, service.name):
-            starts[service] = read_settings(service.env_file)
-        elif has_values(service.env_file):
-            read_settings(service.env_file)  # a mistake would stop it later
-            stopped.append(service)
-    return starts, stopped
+            starts[service] = read_settings(env_file) if env_file.exists() else None
+        elif not is_empty(env_file):
+            read_settings(env_file, may_lack_some=True)  # nobody may have finished it
+    return starts
 
 
 def look(folder: Path | None) -> Plan:
@@ -207,14 +245,16 @@ def look(folder: Path | None) -> Plan:
     files += [NewFile(CONFIG / f.name, f.read_bytes(), 0o600) for f in moved]
     if not folder and not os.path.lexists(ENV_FILE):
         files.append(NewFile(ENV_FILE, sources["waker.env.example"], 0o600))
-    starts, stopped = read_services(system, folder)
+    key_files = []
+    if not folder and not os.path.lexists(PUBLIC_KEY):
+        key_files = [path for path in (KEY, PUBLIC_KEY) if not os.path.lexists(path)]
     return Plan(
         system=system,
         packages=find_missing_packages(system),
         files=files,
-        needs_key=not folder and not any(map(os.path.lexists, (KEY, PUBLIC_KEY))),
-        starts=starts,
-        is_configured="waker" in [service.name for service in (*starts, *stopped)],
+        key_files=key_files,
+        starts=read_services(system, folder),
+        is_configured=bool(folder) or is_complete(ENV_FILE),
         source_folder=folder,
         source_files=moved,
     )
@@ -227,7 +267,7 @@ def agree(lines: Iterable[str], *, yes: bool) -> None:
         return
     try:
         answer = input("Go on? [y/N] ")
-    except EOFError:
+    except (EOFError, RuntimeError):  # the latter if standard input is closed
         raise Refused("nobody answered. Without a terminal, use --yes.") from None
     if answer[:1] not in ("y", "Y"):
         raise Refused("you did not answer y.")
@@ -236,15 +276,16 @@ def agree(lines: Iterable[str], *, yes: bool) -> None:
 def show_and_ask(plan: Plan, *, yes: bool) -> None:
     """Show what was found and what will be done, and ask. Raises: Refused."""
     system = plan.system
-    name = platform.freedesktop_os_release()["PRETTY_NAME"]
+    name = "Linux"
+    with contextlib.suppress(OSError):  # /etc/os-release is missing
+        name = platform.freedesktop_os_release()["PRETTY_NAME"]
     python = platform.python_version()
     print(f"Found: {name}, with {system.name} and Python {python}")
     if system.program.exists():
         print(f"Found: {system.program}, which this replaces")
     will = [f"install {package} with apt" for package in plan.packages]
     will += [f"write {file.path}" for file in plan.files]
-    if plan.needs_key:
-        will += [f"write {KEY}, a new SSH key"]
+    will += [f"write {path}" for path in plan.key_files]
     if plan.source_folder:
         will += ["start waker at every boot"]
     will += [f"restart {service.name}" for service in plan.starts]
@@ -268,10 +309,11 @@ def install_packages(names: Sequence[str]) -> None:
     print(f"Installing {' and '.join(names)}.")
     script = read_sources()["box/install-packages"].decode()
     command = ["sh", "-c", script, "install-packages", *names]
-    if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
-        raise Failed("apt could not install the packages. waker is as it was before.")
+    failed = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
     if not has_paramiko():
-        raise Failed(f"{PYTHON} cannot import paramiko. waker is as it was before.")
+        raise Failed("apt could not install paramiko. waker is as it was before.")
+    if failed:
+        print("apt has failed. waker runs without it, but cannot prepare a server.")
 
 
 def make_key() -> list[NewFile]:
@@ -295,6 +337,17 @@ def make_key() -> list[NewFile]:
     ]
 
 
+def derive_public_key() -> list[NewFile]:
+    """Make the public half of the key that is here, if that can be read."""
+    warnings.simplefilter("ignore")  # as waker does when it uses paramiko
+    try:
+        key = waker.load_key(KEY)
+    except UnlockError:  # `waker check` says what is wrong with it
+        return []
+    line = f"{key.get_name()} {key.get_base64()} waker\n"
+    return [NewFile(PUBLIC_KEY, line.encode(), 0o600)]
+
+
 def remove(path: Path) -> None:
     """Remove a file, or a folder if it is empty. What cannot be removed stays."""
     with contextlib.suppress(OSError):
@@ -304,8 +357,8 @@ def remove(path: Path) -> None:
 def write_beside(file: NewFile, unfinished: contextlib.ExitStack) -> None:
     """Write what will replace a file, and make its folder. Raises: Failed.
 
-    `unfinished` takes that back: it removes the new file, and empty folders. Once the
-    new file has been renamed, it finds nothing to remove.
+    `unfinished` takes that back: it removes the new file, and the folder if it is
+    empty. Once the new file has been renamed, it finds nothing to remove.
     """
     try:
         missing = [folder for folder in file.path.parents if not folder.exists()]
@@ -324,30 +377,36 @@ def carry_out(plan: Plan) -> None:
 
     Raises: Failed, OSError
     """
-    files = list(plan.files)
     with contextlib.ExitStack() as unfinished:
-        for file in files:
+        for path in (
+            *OWNERS,
+            *list_files(plan.system),
+        ):  # even of a run that was killed
+            unfinished.callback(remove, new_name(path))
+        for file in plan.files:
             write_beside(file, unfinished)
         if plan.packages:
             install_packages(plan.packages)
-        if plan.needs_key:
-            key = make_key()
-            for file in key:
-                write_beside(file, unfinished)
-            files += key
-        for file in files:
+        key = []
+        if plan.key_files:
+            key = make_key() if KEY in plan.key_files else derive_public_key()
+        for file in key:
+            write_beside(file, unfinished)
+        for file in [*plan.files, *key]:
             new_name(file.path).replace(file.path)
     os.sync()
 
 
-def report(system: System, service: Service, config: Config) -> bool:
-    """Say whether a service that was started answers; returns that."""
-    name, port = service.name, config.listen[1]
-    if wait_for_page(system, service, config.listen):
-        print(f"{name} answers on port {port}.")
+def report(system: System, service: Service, config: Config | None) -> bool:
+    """Say whether a service that was restarted runs; returns that."""
+    name = service.name
+    if config and wait_for_page(system, service, config.listen):
+        print(f"{name} answers on port {config.listen[1]}.")
         return True
-    print(f"{name} does not answer on port {port}. Its log ends with:\n")
-    print(read_log(system, name))
+    if not config and is_running(system, name):  # only its unit knows where it answers
+        print(f"{name} was restarted.")
+        return True
+    print(f"{name} does not answer. Its log ends with:\n\n{read_log(system, name)}\n")
     return False
 
 
@@ -362,10 +421,11 @@ def start(plan: Plan) -> bool:
     if system is SYSTEMD:
         run(["systemctl", "daemon-reload"])
     if plan.source_folder:
-        check_and_enable(system)
+        check_and_enable(system, str(system.program))
         print()
-    for service in plan.starts:
-        run(service_command(system, "restart", service.name))
+    for service in plan.starts:  # if that fails, the log says why
+        restart = service_command(system, "restart", service.name)
+        subprocess.run(restart, check=False)
     answers = [report(system, service, plan.starts[service]) for service in plan.starts]
     return all(answers)
 
@@ -375,10 +435,16 @@ def explain_older(system: System) -> str:
     older = [str(path) for path in OLDER if path.exists()]
     if system is not SYSTEMD or not older:
         return ""
-    lines = ["An older waker is in /usr. If none of your units run it, remove it:\n"]
+    lines = [
+        "An older waker is in /usr. If it is from no package, and no unit of yours"
+    ]
+    lines += ["runs it, remove it:\n"]
     asked = service_command(system, "is-enabled")
     if not subprocess.run(asked, capture_output=True, check=False).returncode:
-        lines.append("    sudo systemctl reenable waker")
+        lines += ["    sudo systemctl reenable waker"]
+    if OLDER_TIMER.exists():
+        lines += ["    sudo waker install notify"]
+        lines += [f"    sudo systemctl reenable {notify.TIMER}"]
     return "\n".join([*lines, f"    sudo rm {' '.join(older)}\n\n"])
 
 
@@ -397,17 +463,18 @@ def explain_preparing(system: System) -> str:
 
 def next_step(plan: Plan) -> str:
     """Say what to do next."""
-    root = plan.system.as_root
+    system, root = plan.system, plan.system.as_root
     if plan.source_folder:
-        return "Next, open waker's page on your phone."
-    if plan.starts:
-        return f"Next, see whether all is right:\n\n    {root}waker check"
-    if plan.needs_key or not plan.is_configured:
-        return explain_preparing(plan.system)
-    enable = shlex.join(service_command(plan.system, "enable"))
-    restart = shlex.join(service_command(plan.system, "restart"))
-    lines = [f"    {root}{command}" for command in ("waker check", enable, restart)]
-    return "\n".join(["Next, check the settings, and start waker:\n", *lines])
+        when = "" if plan.starts else "after the next boot, "
+        return f"Next, {when}open waker's page on your phone."
+    if KEY in plan.key_files or not plan.is_configured:
+        return explain_preparing(system)
+    commands = ["waker check"]
+    if "waker" not in [service.name for service in plan.starts]:
+        actions = "enable", "restart"
+        commands += [shlex.join(service_command(system, action)) for action in actions]
+    lines = [f"    {root}{command}" for command in commands]
+    return "\n".join(["Next, see whether all is right:\n", *lines])
 
 
 def install(folder: Path | None, *, yes: bool) -> int:
@@ -421,7 +488,7 @@ def install(folder: Path | None, *, yes: bool) -> int:
     print("\nwaker is installed.")
     if not start(plan):
         if plan.source_files:
-            print(f"\nThe files in {folder} stay there. Correct them.")
+            print(f"The files in {folder} stay there. Correct them.")
         return 1
     if plan.source_files:
         os.sync()  # it must start at the next boot before they go
@@ -439,26 +506,25 @@ def uninstall(*, yes: bool) -> None:
     system = find_system()
     if not system or not system.program.exists():
         raise Refused("waker is not installed here.")
-    names = [service.name for service in find_services(system)]
-    others = [n for n in names if n != "waker" and is_running(system, n)]
-    if others:
-        stop = f"sudo systemctl disable --now {' '.join(others)}"
-        raise Refused(f"{' and '.join(others)} still needs waker. First run: {stop}")
-    # The program goes last, so that a run that was cut short can be repeated.
-    files = system.service_file, KEEP_FILE, system.program
-    files_here = [file for file in files if file.exists()]
-    sends_messages = notify.is_installed()
-    will = ["send no more messages to your phone"] if sends_messages else []
-    print(f"Your settings and keys in {CONFIG} stay. Installed packages stay, too.")
-    agree([*will, *(f"delete {file}" for file in files_here)], yes=yes)
-    if sends_messages:
+    others = [s.name for s in find_services(system) if s.name != "waker"]
+    running = [name for name in others if is_running(system, name)]
+    if running:
+        stop = f"sudo systemctl disable --now {' '.join(running)}"
+        raise Refused(f"{' and '.join(running)} still needs waker. First run: {stop}")
+    files, messages = list_files(system), notify.find_files()
+    print(f"{ENV_FILE} and waker's key stay, and so do installed packages.")
+    will = [f"delete {file}" for file in (*messages, *files) if file.exists()]
+    agree([*will, *(f"leave {name} without a program" for name in others)], yes=yes)
+    if messages:
         notify.uninstall()
-    if system.service_file in files_here:
+    if system.service_file.exists():
         if is_booted(system):
             run(service_command(system, "stop"))
         run(service_command(system, "disable"))
-    for file in files_here:
-        file.unlink()
+    for file in (*OWNERS, *files):
+        remove(new_name(file))
+    for file in files:
+        file.unlink(missing_ok=True)
     print(f"waker is removed.\n{explain_older(system)}")
 
 
@@ -466,11 +532,26 @@ def uninstall(*, yes: bool) -> None:
 
 
 def use_right_python() -> None:
-    """Run this again if another Python runs it. Raises: Refused, OSError."""
-    if waker.HERE.is_dir():
-        raise Refused("this is a checkout. Run: sudo make install")
-    if sys.executable != PYTHON:
-        os.execv(PYTHON, [PYTHON, "-B", *sys.argv])  # noqa: S606 - no shell is wanted
+    """Run this again if another Python runs it. Raises: Refused."""
+    if sys.executable == PYTHON:
+        return
+    if not Path(PYTHON).exists():
+        raise Refused(f"{PYTHON}, which would run waker, is missing.")
+    os.execv(PYTHON, [PYTHON, "-B", *sys.argv])  # noqa: S606 - no shell is wanted
+
+
+@contextlib.contextmanager
+def lock() -> Iterator[None]:
+    """Raise Refused if another installation runs, which could change what was found."""
+    folder = os.open(CONFIG.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Refused("another installation of waker is running.") from None
+    try:
+        yield
+    finally:
+        os.close(folder)
 
 
 def parse_arguments(command: str, arguments: Sequence[str]) -> argparse.Namespace:
@@ -498,17 +579,24 @@ def parse_arguments(command: str, arguments: Sequence[str]) -> argparse.Namespac
 
 def run_command(command: str, given: argparse.Namespace) -> int:
     """Run a command, and return its exit status. Raises what the commands raise."""
+    is_main = command == "install" and not given.part
+    if is_main and waker.HERE.is_dir():
+        raise Refused("this is a checkout. Run: sudo make install")
     if os.geteuid():
         again = shlex.join(["python3", *sys.argv])
         raise Refused(f"this needs root. Run: sudo {again}")
-    if given.part:
-        notify.install() if command == "install" else notify.uninstall()
-        return 0
-    if command == "uninstall":
-        uninstall(yes=given.yes)
-        return 0
-    use_right_python()
-    return install(given.folder and given.folder.resolve(), yes=given.yes)
+    if is_main:
+        use_right_python()
+    with lock():
+        if is_main:
+            return install(given.folder and given.folder.resolve(), yes=given.yes)
+        if not given.part:
+            uninstall(yes=given.yes)
+        elif command == "install":
+            notify.install()
+        else:
+            notify.uninstall()
+    return 0
 
 
 def main(command: str, arguments: Sequence[str]) -> int:
@@ -531,6 +619,7 @@ def main(command: str, arguments: Sequence[str]) -> int:
     except Failed as error:
         sys.exit(f"FAILED: {error}")
     except OSError as error:
-        sys.exit(f"FAILED: {error.filename}: {error.strerror}")
+        where = f"{error.filename}: " if error.filename else ""
+        sys.exit(f"FAILED: {where}{error.strerror}")
     except KeyboardInterrupt:
         sys.exit("\nStopped. To finish, run the same command again.")

@@ -275,7 +275,7 @@ def start_waker(folder: Path) -> str:
     system = find_system()
     if not system:
         raise ConfigError("Neither systemd nor procd is here to start waker.")
-    is_right = check_and_enable(system)
+    is_right = check_and_enable(system, "waker")
     run(service_command(system, "restart"))
     if not is_right:
         raise ConfigError("waker was started. Correct what is WRONG, and restart it.")

@@ -1,17 +1,19 @@
 """What runs waker on a box: systemd, or OpenWrt's procd."""
 
+import contextlib
 import ipaddress
 import os
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import waker
 from box import Failed
+from box.files import read_sources
 from waker import Address
 
 CONFIG: Final = Path("/etc/waker")
@@ -83,29 +85,46 @@ def is_booted(system: System) -> bool:
 
 
 def read_units() -> dict[str, str]:
-    """Return the text of each service's unit and drop-ins, by the service's name."""
+    """Return the text of each service's unit and drop-ins, by the service's name.
+
+    A link to /dev/null (a masked unit) or to a unit of another name has none.
+    """
     units: dict[str, str] = {}
     for folder in UNIT_FOLDERS:
         for unit in folder.glob("*.service"):
-            if unit.is_file():  # a masked unit is a link to /dev/null
+            if unit.is_file() and unit.resolve().name == unit.name:
                 units[unit.stem] = unit.read_text(errors="replace")
     for folder in UNIT_FOLDERS:
         for part in sorted(folder.glob("*.service.d/*.conf")):
-            name = part.parent.name.removesuffix(".service.d")
-            units[name] = f"{units.get(name, '')}\n{part.read_text(errors='replace')}"
+            if part.is_file():
+                name = part.parent.name.removesuffix(".service.d")
+                text = part.read_text(errors="replace")
+                units[name] = f"{units.get(name, '')}\n{text}"
     return units
 
 
-def find_env_file(unit: str, arguments: str) -> Path:
+def read_values(unit: str, name: str) -> list[str]:
+    """Return what a unit assigns to a name; an empty value takes back all before it."""
+    whole = re.sub(r"\\\n[ \t]*", " ", unit)
+    values: list[str] = []
+    for value in re.findall(rf"(?m)^[ \t]*{name}[ \t]*=(.*)$", whole):
+        values = [*values, value.strip()] if value.strip() else []
+    return values
+
+
+def find_env_file(unit: str, arguments: Sequence[str]) -> Path:
     """Return which settings a unit passes to waker with these arguments."""
-    option = re.search(r"--env-file[= ](\S+)", arguments)
+    option = re.search(r"--env-file[= ](\S+)", " ".join(arguments))
     if not option:
         return ENV_FILE
     folder, _, credential = option[1].rpartition("/")
     if folder not in ("%d", "${CREDENTIALS_DIRECTORY}"):
         return Path(option[1])
-    passed = re.findall(rf"(?m)^LoadCredential=\s*{re.escape(credential)}:(\S+)", unit)
-    return Path(passed[-1]) if passed else ENV_FILE
+    for value in read_values(unit, "LoadCredential"):
+        name, _, source = value.partition(":")
+        if name == credential:
+            return Path(source.strip())
+    return Path("/nonexistent")  # an encrypted credential, perhaps
 
 
 def find_services(system: System) -> Iterator[Service]:
@@ -119,9 +138,10 @@ def find_services(system: System) -> Iterator[Service]:
     units = read_units()
     units.setdefault("waker", "")
     for name, unit in units.items():
-        starts = re.findall(r"(?m)^ExecStart=\s*[-@:+!|]*(\S+)(.*)", unit)
-        program, arguments = starts[-1] if starts else ("", "")
-        if name == "waker" or program == str(system.program):
+        start = "".join(read_values(unit, "ExecStart")[-1:])
+        program, *arguments = start.replace('"', "").split() or [""]
+        is_ours = program.lstrip("-@:+!|") == str(system.program)
+        if name == "waker" or is_ours:
             yield Service(name, find_env_file(unit, arguments))
 
 
@@ -153,6 +173,14 @@ def is_running(system: System, name: str = "waker") -> bool:
     return asked.stdout.strip() in (b"active", b"activating", b"reloading")
 
 
+def is_showing_page(host: str, port: int, seconds: float) -> bool:
+    """Return whether this version's page is there. Raises: OSError."""
+    with waker.open_tcp(host, port, seconds) as tcp:
+        tcp.sendall(b"GET / HTTP/1.1\r\nHost: waker\r\n\r\n")
+        answer = b"".join(iter(lambda: tcp.recv(65536), b""))
+    return answer.endswith(read_sources()["ui.html"])
+
+
 def wait_for_page(system: System, service: Service, listen: Address) -> bool:
     """Wait until a service that was started serves its page; returns whether it does.
 
@@ -163,12 +191,10 @@ def wait_for_page(system: System, service: Service, listen: Address) -> bool:
         host = "127.0.0.1"
     deadline = time.monotonic() + PAGE_SECONDS
     while time.monotonic() < deadline and is_running(system, service.name):
-        try:
-            with waker.open_tcp(host, port, deadline - time.monotonic()) as tcp:
-                tcp.sendall(b"GET / HTTP/1.1\r\nHost: waker\r\n\r\n")
-                return tcp.recv(12) == b"HTTP/1.1 200"
-        except OSError:  # it does not listen yet
-            time.sleep(0.2)
+        with contextlib.suppress(OSError):  # it does not listen yet
+            if is_showing_page(host, port, deadline - time.monotonic()):
+                return True
+        time.sleep(0.2)
     return False
 
 
@@ -182,13 +208,13 @@ def read_log(system: System, name: str) -> str:
     return "\n".join(shown.decode(errors="replace").splitlines()[-LOG_LINES:])
 
 
-def check_and_enable(system: System) -> bool:
-    """Check the settings, and run waker with them at every boot.
+def check_and_enable(system: System, program: str) -> bool:
+    """Check the settings with the program, and run waker with them at every boot.
 
     Returns whether the check found nothing that is wrong. Raises: Failed.
     """
     print("\nwaker check:\n", flush=True)
-    check = ["waker", "check"]
+    check = [program, "check"]
     checked = subprocess.run(check, check=False).returncode
     if checked == os.EX_CONFIG:
         raise Failed("Correct these settings, and run the same command again.")

@@ -7,8 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import homelab
@@ -28,10 +30,12 @@ from conftest import (
 from machine import Machine
 from ssh_servers import free_port, ssh_to
 from stand_ins import calls, stub
+from test_notify import Receiver
 from test_openwrt import BLOCKED
 from test_pack import COMPILE, pack, unpack
 from test_server import Terminal
 
+QUIET = ["systemctl is-active waker", "systemctl daemon-reload"]
 PROGRAM = "/usr/local/bin/waker"
 UNIT = "/usr/local/lib/systemd/system/waker.service"
 SETTINGS = "/etc/waker/waker.env"
@@ -124,11 +128,12 @@ def test_a_new_box_gets_all_that_it_lacks_and_is_told_what_is_next(box: Box) -> 
     assert (key[0], public[0]) == (0o600, 0o600)
     assert public[1].decode() not in shown
     assert box.run("stat -c '%a %U' /etc/waker") == "700 root\n"
-    looked, repair, update, install, *others = calls(box.stubs)
-    assert looked == "systemctl is-active waker"
+    called = calls(box.stubs)
+    looked, repair, update, install, _ = (c for c in called if "dpkg-query" not in c)
     assert (repair, update) == ("dpkg --configure -a", "apt-get -qq update")
     assert install.endswith(" install --no-install-recommends python3-paramiko")
-    assert others == ["systemctl daemon-reload"]
+    assert [call for call in called if "systemctl" in call] == QUIET
+    assert looked == QUIET[0]
 
 
 def test_a_second_run_leaves_settings_and_key_as_somebody_has_made_them(
@@ -140,6 +145,9 @@ def test_a_second_run_leaves_settings_and_key_as_somebody_has_made_them(
     box.install()
     assert box.installed() == first
     assert not [call for call in calls(box.stubs) if call.startswith("apt-get")]
+    # Somebody is filling in the settings.
+    box.write(SETTINGS, "WAKER_PIN=\nWAKER_HOMELAB_NAME=x\n")
+    assert box.install().endswith(PREPARE)
     box.run(f"chmod 710 /etc/waker; ln -sf ../unmounted {SETTINGS}; rm {KEY}")
     before = box.installed()
     box.install()
@@ -195,6 +203,15 @@ def test_apt_waits_for_a_lock(box: Box, lock: str) -> None:
         assert installing.stdout.read().endswith(PREPARE)
 
 
+def test_packages_that_dpkg_has_not_configured_are_repaired(box: Box) -> None:
+    """Although they seem to work."""
+    stub(
+        box.stubs / "dpkg-query", "case $* in *openssh-client) echo unpacked ;; esac\n"
+    )
+    assert "\n    install openssh-client with apt\n" in box.install()
+    assert "dpkg --configure -a" in calls(box.stubs)
+
+
 def test_apt_tries_again_after_a_minute_with_new_lists(box: Box) -> None:
     box.run(f"rm {box.paramiko}; mkdir fails")
     stub(box.stubs / "sleep")
@@ -204,7 +221,8 @@ def test_apt_tries_again_after_a_minute_with_new_lists(box: Box) -> None:
     assert box.install().endswith(PREPARE)
     names = [call.split()[0] for call in calls(box.stubs)]
     packages = ["dpkg", "apt-get", "sleep", "dpkg", "apt-get", "apt-get"]
-    assert [name for name in names if name != "systemctl"] == packages
+    others = "systemctl", "dpkg-query"
+    assert [name for name in names if name not in others] == packages
     assert not box.path("/var/lib/apt/lists/half").exists()
 
 
@@ -226,6 +244,11 @@ REFUSALS = {
     ),
     "file": ("touch /etc/waker", "/etc/waker is not a folder. Move it away."),
     "dangling link": ("ln -s /nowhere /etc/waker", "/etc/waker is not a folder."),
+    "read-only, upgrade": (
+        f"touch {PROGRAM}; mount -o remount,ro /usr/local",
+        f"{PROGRAM} cannot be written: Read-only file system",
+    ),
+    "folder": (f"mkdir -p {UNIT}", f"{UNIT} is a folder. Move it away."),
     "own unit": ("touch /etc/systemd/system/waker.service", HIDDEN),
     "masked": ("ln -s /dev/null /etc/systemd/system/waker.service", HIDDEN),
     "damaged": (
@@ -238,7 +261,7 @@ REFUSALS = {
     ),
     "apt fails": (
         "cd {stubs}; rm {paramiko}; ln -sf /bin/false apt-get; ln -s /bin/true sleep",
-        "apt could not install the packages. waker is as it was before.",
+        "apt could not install paramiko. waker is as it was before.",
     ),
 }
 
@@ -248,12 +271,13 @@ def test_a_refusal_names_its_reason_and_changes_nothing(
     first: str, reason: str, box: Box
 ) -> None:
     box.run(first.format(stubs=box.stubs, paramiko=box.paramiko))
-    before = box.installed()
+    folders = "find /etc/waker /usr/local -type d 2>&1 || :"
+    before, there = box.installed(), box.run(folders)
     status, shown = box.waker("install --yes")
     assert (status, box.installed()) == (1, before)
     assert reason in shown.splitlines()[-1]
     assert "Traceback" not in shown
-    assert not box.path("/usr/local/lib").exists()
+    assert box.run(folders) == there
 
 
 def test_only_root_installs_and_only_the_one_file_without_compiled_code(
@@ -280,6 +304,17 @@ def test_drop_ins_are_welcome_and_another_python_is_not_used(box: Box) -> None:
     status, shown = box.call("other/bin/python", "waker", "install", "--yes")
     assert status == 0, shown
     assert new(box).items() <= box.installed().items()
+
+
+def test_another_installation_must_have_ended(box: Box) -> None:
+    """Or this one could replace a key that the other one has just made."""
+    folder = os.open(box.path("/etc"), os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    status, shown = box.waker("install --yes")
+    assert (status, box.installed()) == (1, {})
+    assert "another installation of waker is running" in shown
+    os.close(folder)
+    box.install()
 
 
 # ---- Upgrades ------------------------------------------------------------------------
@@ -328,9 +363,61 @@ def test_a_service_that_does_not_answer_shows_its_log(box: Box) -> None:
     settle(box, WAKER_LISTEN=ELSEWHERE)
     status, shown = box.waker("install --yes")
     assert status == 1
-    assert "waker does not answer on port 8080. Its log ends with:" in shown
+    assert "waker does not answer. Its log ends with:" in shown
     assert "WAKER_LISTEN: " in shown
     assert "waker2 answers on" in shown
+
+
+def test_another_program_on_the_port_is_not_taken_for_waker(box: Box) -> None:
+    box.write("/boot/new/waker.env", "")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as other:
+        threading.Thread(target=other.handle_request).start()
+        settle(box, "/boot/new", WAKER_LISTEN=f"127.0.0.1:{other.server_port}")
+        status, shown = box.waker("install --yes --from /boot/new")
+    assert status == 1
+    assert "waker does not answer." in shown
+    assert box.run("ls /boot/new") == "waker.env\n"
+
+
+SERVICES = {
+    "/usr/lib/systemd/system/waker.service": "ExecStart=/usr/bin/waker",
+    "/etc/systemd/system/wk2.service": "ExecStart=/usr/local/bin/waker --env-file=/a",
+    "/usr/lib/systemd/system/wk3.service": "ExecStart=/bin/true",
+    "/etc/systemd/system/wk3.service.d/own.conf": (
+        "ExecStart=\nExecStart=-/usr/local/bin/waker --env-file %d/x\n"
+        "LoadCredential=x:/b"
+    ),
+    "/etc/systemd/system/wk4.service": (
+        'ExecStart = "/usr/local/bin/waker" \\\n  --env-file "%d/y"\n'
+        "LoadCredential=x:/a\nLoadCredential=y: /c"
+    ),
+    "/etc/systemd/system/wk5.service": (
+        "ExecStart=/usr/local/bin/waker --env-file %d/x\nLoadCredentialEncrypted=x:/d"
+    ),
+    "/etc/systemd/system/wk6.service": "ExecStart=/usr/local/bin/waker\nExecStart=",
+    "/etc/systemd/system/wk7.service": "ExecStart=/usr/local/bin/waker-notify",
+}
+FIND = """
+from box import system
+for service in sorted(system.find_services(system.SYSTEMD)):
+    print(*service)
+"""
+
+
+def test_the_services_that_run_waker_are_found(box: Box) -> None:
+    for name, text in SERVICES.items():
+        box.write(name, f"[Service]\n{text}\n")
+    units = "/etc/systemd/system"
+    box.run(f"cd {units}; ln -s wk2.service alias.service; ln -s /dev/null no.service")
+    box.run(f"mkdir {units}/ssh.service.d; ln -s /gone {units}/ssh.service.d/x.conf")
+    _, shown = box.call("env", "-C", str(CHECKOUT), PYTHON, "-B", "-c", FIND)
+    assert shown.splitlines() == [
+        "waker /etc/waker/waker.env",
+        "wk2 /a",
+        "wk3 /b",
+        "wk4 /c",
+        "wk5 /nonexistent",
+    ]
 
 
 def test_what_waker_3_has_put_into_usr_is_taken_over(box: Box) -> None:
@@ -348,6 +435,11 @@ def test_what_waker_3_has_put_into_usr_is_taken_over(box: Box) -> None:
     links = [data for name, (_, data) in box.installed().items() if "wants" in name]
     assert links == [UNIT.encode()]
     assert "An older waker" not in box.install()
+    timer = "/usr/lib/systemd/system/waker-notify.timer"
+    box.write(timer, "")
+    lines = box.install().split("remove it:\n\n")[1].splitlines()
+    assert lines[1] == "    sudo waker install notify"
+    assert lines[3] == f"    sudo rm {timer}"
 
 
 # ---- Files of a card -----------------------------------------------------------------
@@ -409,25 +501,26 @@ def test_a_folder_that_cannot_be_used_changes_nothing(
 
 # ---- A power cut ---------------------------------------------------------------------
 
-# Kill the process when it waits for the disk for the n-th time.
+# Kill the process when it waits for the disk, or renames a file, for the n-th time.
 CUT = """
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+__attribute__((constructor)) static void begin(void) {
+    unsetenv("LD_PRELOAD"); // what it starts is not counted
+}
 static void count(void) {
     static int n;
     if (++n == atoi(getenv("CUT_AT"))) raise(SIGKILL);
 }
 int fsync(int fd) { count(); return syscall(SYS_fsync, fd); }
+int rename(const char *a, const char *b) { count(); return syscall(SYS_rename, a, b); }
 void sync(void) { count(); syscall(SYS_sync); }
 """
 
 
-SYNCS = 6  # of each installation below
-
-
-def is_cut(box: Box, moment: int, options: str = "") -> bool:
+def cut_power(box: Box, moment: int, options: str = "") -> bool:
     """Install, and cut the power at that moment; returns whether it came to that.
 
     Check that the program and its unit are whole: the old ones or the new ones.
@@ -435,18 +528,21 @@ def is_cut(box: Box, moment: int, options: str = "") -> bool:
     before, library = box.installed(), interpose(box.folder, CUT)
     command = f"LD_PRELOAD={library} CUT_AT={moment} {PYTHON} waker install --yes"
     status, shown = box.call("sh", "-c", f"{command} {options}; exit $?")
-    assert status == (0 if moment > SYNCS else 128 + signal.SIGKILL), shown
+    assert status in (0, 128 + signal.SIGKILL), shown
     after = box.installed()
     for name, file in new(box).items():
         assert after.get(name) in (before.get(name), file)
     return bool(status)
 
 
-@pytest.mark.parametrize("moment", range(1, SYNCS + 2))
+@pytest.mark.parametrize("moment", range(1, 13))
 def test_a_power_cut_leaves_nothing_half_done_on_a_new_box(
     box: Box, moment: int
 ) -> None:
-    if is_cut(box, moment):
+    """It has five files, each of which is synced and renamed, and one sync of all."""
+    is_cut = cut_power(box, moment)
+    assert is_cut == (moment <= 11)
+    if is_cut:
         assert box.install().endswith(PREPARE)
     files = box.installed()
     assert {*files} == {PROGRAM, UNIT, SETTINGS, KEY, PUBLIC}
@@ -454,14 +550,16 @@ def test_a_power_cut_leaves_nothing_half_done_on_a_new_box(
     assert files[PUBLIC][1].decode() == f"{derived} waker\n"
 
 
-@pytest.mark.parametrize("moment", range(1, SYNCS + 2))
+@pytest.mark.parametrize("moment", range(1, 12))
 def test_a_power_cut_leaves_the_old_waker_or_the_new_one(box: Box, moment: int) -> None:
     """The folder keeps its files until everything is on the disk."""
     old = run_old(box)
     settle(box, "/boot/new")
     box.write("/boot/new/ssh_key", "of the folder")
     folder = {p.name: p.read_bytes() for p in box.path("/boot/new").iterdir()}
-    if is_cut(box, moment, "--from /boot/new"):
+    is_cut = cut_power(box, moment, "--from /boot/new")
+    assert is_cut == (moment <= 10)  # four files, a sync, and another one at the end
+    if is_cut:
         left = {p.name: p.read_bytes() for p in box.path("/boot/new").iterdir()}
         assert left == folder
         assert "waker answers" in box.install("--from /boot/new")
@@ -529,12 +627,10 @@ def test_uninstall_leaves_settings_keys_and_nothing_else(box: Box) -> None:
     before = box.installed()
     status, shown = box.waker("uninstall", "n\n")
     assert (status, box.installed()) == (1, before)
-    assert (
-        "Your settings and keys in /etc/waker stay. Installed packages stay, too."
-        in shown
-    )
+    assert f"{SETTINGS} and waker's key stay, and so do installed packages.\n" in shown
     for path in (UNIT, PROGRAM):
         assert f"\n    delete {path}\n" in shown
+    box.write("/etc/waker/.waker.env.new", "of a run that was killed")
     assert box.waker("uninstall", "y\n")[0] == 0
     kept = {
         n: f

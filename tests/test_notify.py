@@ -297,6 +297,9 @@ def test_install_asks_on_a_terminal_and_uninstall_removes_everything(
     assert box.notify("uninstall").stdout.startswith(STOPPED)
     assert box.installed() == {}
     assert "not installed" in box.notify("uninstall").stderr
+    box.url.write_text("of an installation that was killed")
+    assert box.notify("uninstall").returncode == 0
+    assert box.installed() == {}
     assert not box.state.exists()
 
 

@@ -38,8 +38,10 @@ VISIBLE: Final = r"[!#-&(-\[\]-~]+"  # ASCII, but no quotes and no backslash
 TOPIC: Final = r"https?://[^/:?#][^?#]*/[^?#]+([?#].*)?"  # not only a host's name
 
 
-def is_installed() -> bool:
-    return UNITS.joinpath(TIMER).exists()
+def find_files() -> list[Path]:
+    """Return what is here of an installation, even of one that was interrupted."""
+    files = URL_FILE, PROGRAM, UNITS / SERVICE, UNITS / TIMER
+    return [path for file in files for path in (new_name(file), file) if path.exists()]
 
 
 def check_place() -> None:
@@ -83,7 +85,7 @@ def install() -> None:
     """Send messages from now on. Raises: Refused, Failed, OSError."""
     check_place()
     url = ask_for_url()
-    if is_installed():  # no check may run with old and new files mixed
+    if UNITS.joinpath(TIMER).exists():  # no check may run with old and new files mixed
         run(["systemctl", "disable", "--quiet", "--now", TIMER])
         run(["systemctl", "stop", SERVICE])
     sources = read_sources()
@@ -114,11 +116,13 @@ def install() -> None:
 
 def uninstall() -> None:
     """Send no more messages, and forget the topic. Raises: Refused, Failed, OSError."""
-    if not is_installed():
+    files = find_files()
+    if not files:
         raise Refused("the messages are not installed.")
-    run(["systemctl", "disable", "--quiet", "--now", TIMER])
+    if UNITS.joinpath(TIMER).exists():
+        now = ["--now"] if is_booted(SYSTEMD) else []
+        run(["systemctl", "disable", "--quiet", *now, TIMER])
     shutil.rmtree(STATE, ignore_errors=True)
-    files = STATE_LINK, new_name(URL_FILE), URL_FILE, PROGRAM
-    for file in (*files, UNITS / SERVICE, UNITS / TIMER):
+    for file in (STATE_LINK, *files):
         file.unlink(missing_ok=True)
     print("waker no longer sends messages to your phone. It has forgotten the address.")

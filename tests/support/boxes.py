@@ -21,9 +21,9 @@ from stand_ins import stub
 PYTHON = "/usr/bin/python3"
 PACKAGES = "/usr/lib/python3/dist-packages"
 PARAMIKO = "paramiko* cryptography* bcrypt* nacl _cffi_backend*"
-# Layers over /usr and /var, so that nothing is written to this computer's. /etc has a few
-# of this computer's files only: its settings stay out. /run/systemd/system says that
-# systemd is running. The last line reaps what has ended.
+# Layers over /usr and /var, so that nothing is written to this computer's. /etc has few
+# of this computer's files: its settings stay out. /run/systemd/system says that systemd
+# is running. The last line reaps what has ended.
 LAYERS = """
 for folder in etc layers; do mkdir $folder; mount -t tmpfs none $folder; done
 for name in alternatives group ld.so.cache os-release passwd ssl; do
@@ -212,7 +212,7 @@ def new_box(folder: Path, program: Path) -> Iterator[Box]:
             box = Box(folder, int(children.read_text()))
             stub(box.stubs / "systemctl", SYSTEMCTL)
             stub(box.stubs / "journalctl", JOURNALCTL)
-            for name in ("apt-get", "dpkg"):
+            for name in ("apt-get", "dpkg", "dpkg-query"):
                 stub(box.stubs / name)
             box.run(box.link_paramiko)
             yield box
