@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -377,12 +377,9 @@ def carry_out(plan: Plan) -> None:
 
     Raises: Failed, OSError
     """
+    for path in (*OWNERS, *list_files(plan.system)):
+        remove(new_name(path))  # of a run that was killed
     with contextlib.ExitStack() as unfinished:
-        for path in (
-            *OWNERS,
-            *list_files(plan.system),
-        ):  # even of a run that was killed
-            unfinished.callback(remove, new_name(path))
         for file in plan.files:
             write_beside(file, unfinished)
         if plan.packages:
@@ -435,10 +432,8 @@ def explain_older(system: System) -> str:
     older = [str(path) for path in OLDER if path.exists()]
     if system is not SYSTEMD or not older:
         return ""
-    lines = [
-        "An older waker is in /usr. If it is from no package, and no unit of yours"
-    ]
-    lines += ["runs it, remove it:\n"]
+    lines = ["An older waker is in /usr. If it is not from a package, and no unit of"]
+    lines += ["yours runs it, remove it:\n"]
     asked = service_command(system, "is-enabled")
     if not subprocess.run(asked, capture_output=True, check=False).returncode:
         lines += ["    sudo systemctl reenable waker"]
@@ -540,36 +535,30 @@ def use_right_python() -> None:
     os.execv(PYTHON, [PYTHON, "-B", *sys.argv])  # noqa: S606 - no shell is wanted
 
 
-@contextlib.contextmanager
-def lock() -> Iterator[None]:
-    """Raise Refused if another installation runs, which could change what was found."""
+def lock() -> None:
+    """Let no other installation change what this one finds, until this process ends.
+
+    Raises: Refused
+    """
     folder = os.open(CONFIG.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise Refused("another installation of waker is running.") from None
-    try:
-        yield
-    finally:
-        os.close(folder)
 
 
 def parse_arguments(command: str, arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"waker {command}", allow_abbrev=False)
     add = parser.add_argument
-    messages = (
-        "messages to your phone when the server waits for its passphrase or is up"
-    )
-    add("part", nargs="?", choices=["notify"], metavar="notify", help=messages)
+    about = "only the messages to your phone"
+    add("part", nargs="?", choices=["notify"], metavar="notify", help=about)
     add("--yes", action="store_true", help="do not ask")
     if command == "install":
         parser.description = "Install waker on this box, or upgrade it."
         source = f"move settings and key from this folder to {CONFIG}, and start waker"
         add("--from", metavar="FOLDER", type=Path, dest="folder", help=source)
     else:
-        parser.description = (
-            "Remove waker from this box, but not its settings and keys."
-        )
+        parser.description = "Remove waker from this box, but keep its settings."
         parser.set_defaults(folder=None)
     given = parser.parse_args(arguments)
     if given.part and given.folder:
@@ -587,15 +576,15 @@ def run_command(command: str, given: argparse.Namespace) -> int:
         raise Refused(f"this needs root. Run: sudo {again}")
     if is_main:
         use_right_python()
-    with lock():
-        if is_main:
-            return install(given.folder and given.folder.resolve(), yes=given.yes)
-        if not given.part:
-            uninstall(yes=given.yes)
-        elif command == "install":
-            notify.install()
-        else:
-            notify.uninstall()
+    lock()
+    if is_main:
+        return install(given.folder and given.folder.resolve(), yes=given.yes)
+    if not given.part:
+        uninstall(yes=given.yes)
+    elif command == "install":
+        notify.install()
+    else:
+        notify.uninstall()
     return 0
 
 
