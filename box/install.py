@@ -355,33 +355,33 @@ def remove(path: Path) -> None:
 
 
 def write_beside(file: NewFile, unfinished: contextlib.ExitStack) -> None:
-    """Write what will replace a file, and make its folder. Raises: Failed.
+    """Write what will replace a file, and make its folder. Raises: OSError.
 
     `unfinished` takes that back: it removes the new file, and the folder if it is
     empty. Once the new file has been renamed, it finds nothing to remove.
     """
-    try:
-        missing = [folder for folder in file.path.parents if not folder.exists()]
-        for folder in reversed(missing):
-            folder.mkdir(mode=0o700 if folder == CONFIG else 0o755)
-            unfinished.callback(remove, folder)
-        unfinished.callback(remove, new_name(file.path))
-        write_new(file.path, file.data, file.mode)
-    except OSError as error:
-        problem = f"{file.path} cannot be written: {error.strerror}"
-        raise Failed(f"{problem}. waker is as it was before.") from None
+    missing = [folder for folder in file.path.parents if not folder.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(mode=0o700 if folder == CONFIG else 0o755)
+        unfinished.callback(remove, folder)
+    unfinished.callback(remove, new_name(file.path))
+    write_new(file.path, file.data, file.mode)
 
 
 def carry_out(plan: Plan) -> None:
     """Install packages and write files, or leave all files as they are.
 
-    Raises: Failed, OSError
+    Raises: Refused, Failed, OSError
     """
     for path in (*OWNERS, *list_files(plan.system)):
         remove(new_name(path))  # of a run that was killed
     with contextlib.ExitStack() as unfinished:
         for file in plan.files:
-            write_beside(file, unfinished)
+            try:
+                write_beside(file, unfinished)
+            except OSError as error:
+                problem = f"{file.path} cannot be written: {error.strerror}"
+                raise Refused(f"{problem}.") from None
         if plan.packages:
             install_packages(plan.packages)
         key = []
@@ -520,7 +520,8 @@ def uninstall(*, yes: bool) -> None:
         remove(new_name(file))
     for file in files:
         file.unlink(missing_ok=True)
-    print(f"waker is removed.\n{explain_older(system)}")
+    print("waker is removed.")
+    print(explain_older(system), end="")
 
 
 # ---- Commands ------------------------------------------------------------------------
