@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -66,6 +67,8 @@ OLDER: Final = (
 )
 # Whoever changes packages holds the first, and whoever updates their lists the second.
 LOCKS: Final = Path("/var/lib/dpkg/lock-frontend"), Path("/var/lib/apt/lists/lock")
+# A folder in memory, for copies of secrets. OpenWrt has no /run.
+IN_MEMORY: Final = "/run" if Path("/run").is_dir() else "/tmp"  # noqa: S108 - see above
 # Valid values of what has no default, to find mistakes in settings that lack some.
 FILLERS: Final = {
     "WAKER_PIN": "a PIN for now",
@@ -207,15 +210,29 @@ def is_complete(env_file: Path) -> bool:
     return all(values.get(name) for name in FILLERS)
 
 
-def find_own_settings(folder: Path) -> Path:
-    """Return where the settings are that --from gives waker. Raises: ConfigError."""
-    for file in (folder / "waker.env", ENV_FILE):
-        if file.exists():
-            return file
-    raise ConfigError(f"{folder} has no waker.env, and neither has {CONFIG}.")
+def read_moved_settings(folder: Path, moved: Sequence[Path]) -> Config:
+    """Read the settings as they will be when --from has moved its files.
+
+    A copy is read, because a card's files are open to everybody. Raises: ConfigError
+    """
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name:
+        for file in (*OWNERS, *moved):
+            if file.exists():
+                copy = Path(name, file.name)
+                copy.touch(0o600)
+                copy.write_bytes(file.read_bytes())
+        env_file = Path(name, "waker.env")
+        if not env_file.exists():
+            raise ConfigError(f"{folder} has no waker.env, and neither has {CONFIG}.")
+        try:
+            return read_settings(env_file)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(name, str(folder))) from None
 
 
-def read_services(system: System, folder: Path | None) -> dict[Service, Config | None]:
+def read_services(
+    system: System, folder: Path | None, moved: Sequence[Path]
+) -> dict[Service, Config | None]:
     """Read the settings that each service will have. Raises: ConfigError.
 
     Returns the services to start, with their settings, if these are in a file.
@@ -224,13 +241,13 @@ def read_services(system: System, folder: Path | None) -> dict[Service, Config |
     for service in find_services(system):
         env_file = service.env_file
         if folder and service.name == "waker":
-            config = read_settings(find_own_settings(folder))
+            config = read_moved_settings(folder, moved)
             if is_booted(system):
                 starts[service] = config
         elif is_running(system, service.name):
             starts[service] = read_settings(env_file) if env_file.exists() else None
         elif not is_empty(env_file):
-            read_settings(env_file, may_lack_some=True)  # nobody may have finished it
+            read_settings(env_file, may_lack_some=True)  # someone may be filling it in
     return starts
 
 
@@ -253,7 +270,7 @@ def look(folder: Path | None) -> Plan:
         packages=find_missing_packages(system),
         files=files,
         key_files=key_files,
-        starts=read_services(system, folder),
+        starts=read_services(system, folder, moved),
         is_configured=bool(folder) or is_complete(ENV_FILE),
         source_folder=folder,
         source_files=moved,

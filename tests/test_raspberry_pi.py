@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from boxes import Box, new_box
 from conftest import MACHINE, PIN, make, need
-from ssh_servers import free_port
+from ssh_servers import KEY, free_port
 from stand_ins import calls, stub
 
 SECRETS = {"waker.env", "ssh_key", "ssh_key.pub"}
@@ -34,10 +34,12 @@ class Pi:
     def __init__(self, box: Box, new_card: Path) -> None:
         self.box, self.card = box, box.path("/boot/firmware/waker")
         shutil.copytree(new_card, self.card.parent, dirs_exist_ok=True)
-        values = MACHINE | {"WAKER_PIN": PIN}
+        values = MACHINE | {"WAKER_PIN": PIN, "WAKER_SSH_HOST_KEY": KEY}
         values["WAKER_LISTEN"] = f"127.0.0.1:{free_port()}"
         self.settings = "".join(f"{name}={value}\n" for name, value in values.items())
         self.card.joinpath("waker.env").write_text(self.settings)
+        for file in self.card.iterdir():
+            file.chmod(0o755)  # as on any vfat
         stub(box.stubs / "sleep")
         # At the first boot, cloud-init runs it before it looks for what runs at each.
         box.run(f"mkdir -p {Path(AT_BOOT).parent}; /boot/firmware/vendor-data")
@@ -125,6 +127,7 @@ def test_a_mistake_on_the_card_is_reported_and_changes_nothing(pi: Pi) -> None:
     program = pi.card.joinpath("waker").read_bytes()
     for report, name, data in (
         ("WAKER_PIN must be", "waker.env", pi.settings.replace(PIN, "short").encode()),
+        ("/ssh_key is not a private key", "ssh_key", b"another file"),
         ("Bad CRC", "waker", program.replace(b"<!DOCTYPE html>", b"<!DOCTYPE htmm>")),
         ("SyntaxError", "waker", program.replace(b"PK", b"")),
     ):

@@ -272,7 +272,7 @@ def test_messages_about_the_server_arrive_on_a_phone(
         assert phone.topic.strip("/") not in shown
 
         # No message, no timer and no topic is left.
-        assert "Messages to your phone" in box.run("waker uninstall --yes")
+        assert "no longer sends messages" in box.run("waker uninstall --yes")
         left = box.run("find /etc /usr/local /var/lib -name '*waker*'")
         assert left == "/etc/waker\n/etc/waker/waker.env\n"
 
