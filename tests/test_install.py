@@ -1,15 +1,18 @@
 """`waker install` on simulated boxes, what packagers get, and the demo."""
 
 import fcntl
+import functools
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import zipfile
 from collections.abc import Iterator
+from functools import partial
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from conftest import (
     Client,
     each,
     interpose,
+    is_open,
     make,
     need,
     wait_for,
@@ -74,39 +78,56 @@ def router(box: Box) -> Box:
 ELSEWHERE = "192.0.2.1:8080"  # no address of this box
 
 
-def settle(box: Box, folder: str = "/etc/waker", **others: str) -> None:
-    """Write valid settings to a folder; the others replace some."""
-    listen = f"127.0.0.1:{free_port()}"
-    values = MACHINE | {"WAKER_PIN": PIN, "WAKER_LISTEN": listen}
+def settle(box: Box, folder: str = "/etc/waker", **others: str) -> int:
+    """Write valid settings to a folder, with others; returns the page's port."""
+    port = free_port()
+    values = MACHINE | {"WAKER_PIN": PIN, "WAKER_LISTEN": f"127.0.0.1:{port}"}
     lines = [f"{name}={value}\n" for name, value in (values | others).items()]
     box.write(f"{folder}/waker.env", "".join(lines))
+    return port
 
 
-def run_old(box: Box) -> dict[str, tuple[int, bytes]]:
-    """Run an older waker, and waker2 for a second server; returns the files."""
-    box.install()
-    old = unpack(box.program, box.folder / "old")
-    source = old / "waker.py"
-    source.write_text(re.sub('(_version__ = )".*"', r'\1"old"', source.read_text()))
-    compiled = pack(old, box.folder / "compiled", COMPILE)
-    box.write(PROGRAM, compiled.read_bytes(), 0o755)
-    unit = CHECKOUT.joinpath("waker.service").read_text()
-    box.write(UNIT, f"# old\n{unit}", 0o644)
-    second = unit.replace("/etc/waker/", "/etc/waker2/")
-    box.write("/etc/systemd/system/waker2.service", second, 0o644)
-    for name in ("waker", "waker2"):
-        settle(box, f"/etc/{name}")
-        box.run(f"systemctl restart {name}")
+@functools.cache
+def compile_program(version: str = "") -> bytes:
+    """Return the program as it is installed, perhaps with another version's number."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, sources = Path(name), CHECKOUT
+        if version:
+            sources = unpack(pack(CHECKOUT, folder / "waker"), folder / "sources")
+            file = sources / "waker.py"
+            changed = re.sub('(_version__ = )".*"', rf'\1"{version}"', file.read_text())
+            file.write_text(changed)
+        return pack(sources, folder / "compiled", COMPILE).read_bytes()
+
+
+def new() -> dict[str, tuple[int, bytes]]:
+    """Return the program and the unit that are installed."""
+    unit = CHECKOUT.joinpath("waker.service").read_bytes()
+    return {PROGRAM: (0o755, compile_program()), UNIT: (0o644, unit)}
+
+
+def put_old(box: Box) -> dict[str, tuple[int, bytes]]:
+    """Put an older waker there, with settings and a key; returns the files."""
+    box.write(PROGRAM, compile_program("old"), 0o755)
+    box.write(UNIT, b"# old\n" + new()[UNIT][1], 0o644)
+    settle(box)
+    for path in (KEY, PUBLIC):
+        box.write(path, "of the owner")
     box.run("systemctl enable waker")
     assert box.run("waker --version") == "waker old\n"
     return box.installed()
 
 
-def new(box: Box) -> dict[str, tuple[int, bytes]]:
-    """Return the program and the unit that are installed."""
-    compiled = pack(box.program, box.folder / "compiled", COMPILE).read_bytes()
-    unit = CHECKOUT.joinpath("waker.service").read_bytes()
-    return {PROGRAM: (0o755, compiled), UNIT: (0o644, unit)}
+def run_old(box: Box) -> dict[str, tuple[int, bytes]]:
+    """Run an older waker, and waker2 for a second server; returns the files."""
+    put_old(box)
+    second = new()[UNIT][1].replace(b"/etc/waker/", b"/etc/waker2/")
+    box.write("/etc/systemd/system/waker2.service", second, 0o644)
+    for name in ("waker", "waker2"):
+        port = settle(box, f"/etc/{name}")
+        box.run(f"systemctl restart {name}")
+        wait_for(partial(is_open, port))
+    return box.installed()
 
 
 def pids(box: Box) -> list[str]:
@@ -124,7 +145,7 @@ def test_a_new_box_gets_all_that_it_lacks_and_is_told_what_is_next(box: Box) -> 
     assert shown.endswith(f"without sudo:\n\n{PREPARE}")
     files = box.installed()
     key, public = files.pop(KEY), files.pop(PUBLIC)
-    assert files == new(box) | {SETTINGS: (0o600, EXAMPLE)}
+    assert files == new() | {SETTINGS: (0o600, EXAMPLE)}
     assert (key[0], public[0]) == (0o600, 0o600)
     assert public[1].decode() not in shown
     assert box.run("stat -c '%a %U' /etc/waker") == "700 root\n"
@@ -303,7 +324,7 @@ def test_drop_ins_are_welcome_and_another_python_is_not_used(box: Box) -> None:
     box.run(f"{PYTHON} -m venv --without-pip other")
     status, shown = box.call("other/bin/python", "waker", "install", "--yes")
     assert status == 0, shown
-    assert new(box).items() <= box.installed().items()
+    assert new().items() <= box.installed().items()
 
 
 def test_another_installation_must_have_ended(box: Box) -> None:
@@ -328,7 +349,7 @@ def test_an_upgrade_keeps_settings_and_restarts_what_was_running(box: Box) -> No
         assert f"\n    restart {name}\n" in shown
         assert re.search(rf"(?m)^{name} answers on port \d+\.$", shown)
     assert shown.endswith("Next, see whether all is right:\n\n    sudo waker check\n")
-    assert box.installed() == old | new(box)
+    assert box.installed() == old | new()
     assert not {*before} & {*pids(box)}
     box.run("systemctl stop waker2; touch /run/waker2.crashed")  # it would restart soon
     assert "waker2 answers on port" in box.install()
@@ -520,27 +541,32 @@ void sync(void) { count(); syscall(SYS_sync); }
 """
 
 
-def cut_power(box: Box, moment: int, options: str = "") -> bool:
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return interpose(tmp_path_factory.mktemp("library"), CUT)
+
+
+def cut_power(box: Box, library: str, moment: int, options: str = "") -> bool:
     """Install, and cut the power at that moment; returns whether it came to that.
 
     Check that the program and its unit are whole: the old ones or the new ones.
     """
-    before, library = box.installed(), interpose(box.folder, CUT)
+    before = box.installed()
     command = f"LD_PRELOAD={library} CUT_AT={moment} {PYTHON} waker install --yes"
     status, shown = box.call("sh", "-c", f"{command} {options}; exit $?")
     assert status in (0, 128 + signal.SIGKILL), shown
     after = box.installed()
-    for name, file in new(box).items():
+    for name, file in new().items():
         assert after.get(name) in (before.get(name), file)
     return bool(status)
 
 
 @pytest.mark.parametrize("moment", range(1, 13))
 def test_a_power_cut_leaves_nothing_half_done_on_a_new_box(
-    box: Box, moment: int
+    box: Box, library: str, moment: int
 ) -> None:
     """It has five files, each of which is synced and renamed, and one sync of all."""
-    is_cut = cut_power(box, moment)
+    is_cut = cut_power(box, library, moment)
     assert is_cut == (moment <= 11)
     if is_cut:
         assert box.install().endswith(PREPARE)
@@ -551,20 +577,22 @@ def test_a_power_cut_leaves_nothing_half_done_on_a_new_box(
 
 
 @pytest.mark.parametrize("moment", range(1, 12))
-def test_a_power_cut_leaves_the_old_waker_or_the_new_one(box: Box, moment: int) -> None:
+def test_a_power_cut_leaves_the_old_waker_or_the_new_one(
+    box: Box, library: str, moment: int
+) -> None:
     """The folder keeps its files until everything is on the disk."""
-    old = run_old(box)
+    old = put_old(box)
     settle(box, "/boot/new")
     box.write("/boot/new/ssh_key", "of the folder")
     folder = {p.name: p.read_bytes() for p in box.path("/boot/new").iterdir()}
-    is_cut = cut_power(box, moment, "--from /boot/new")
+    is_cut = cut_power(box, library, moment, "--from /boot/new")
     assert is_cut == (moment <= 10)  # four files, a sync, and another one at the end
     if is_cut:
         left = {p.name: p.read_bytes() for p in box.path("/boot/new").iterdir()}
         assert left == folder
         assert "waker answers" in box.install("--from /boot/new")
     whole = {f"/etc/waker/{name}": (0o600, data) for name, data in folder.items()}
-    assert box.installed() == old | new(box) | whole
+    assert box.installed() == old | new() | whole
     assert box.run("systemctl is-enabled waker; ls /boot/new") == "enabled\n"
 
 
@@ -579,7 +607,7 @@ def test_openwrt_gets_its_init_script_and_keeps_waker_when_upgraded(
         "Next, prepare the server:\n\n    waker prepare me@192.168.1.20\n"
     )
     files = router.installed()
-    compiled = new(router)[PROGRAM]
+    compiled = new()[PROGRAM]
     assert files["/usr/bin/waker"] == compiled
     script = (0o755, CHECKOUT.joinpath("waker.init").read_bytes())
     assert files["/etc/init.d/waker"] == script
