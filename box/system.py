@@ -120,7 +120,7 @@ def find_env_file(unit: str, arguments: Sequence[str]) -> Path:
     folder, _, credential = option[1].rpartition("/")
     if folder not in ("%d", "${CREDENTIALS_DIRECTORY}"):
         return Path(option[1])
-    for value in read_values(unit, "LoadCredential"):
+    for value in reversed(read_values(unit, "LoadCredential")):  # the last one wins
         name, _, source = value.partition(":")
         if name == credential:
             return Path(source.strip())

@@ -410,7 +410,7 @@ SERVICES = {
     ),
     "/etc/systemd/system/wk4.service": (
         'ExecStart = "/usr/local/bin/waker" \\\n  --env-file "%d/y"\n'
-        "LoadCredential=x:/a\nLoadCredential=y: /c"
+        "LoadCredential=y:/a\nLoadCredential=x:/b\nLoadCredential=y: /c"
     ),
     "/etc/systemd/system/wk5.service": (
         "ExecStart=/usr/local/bin/waker --env-file %d/x\nLoadCredentialEncrypted=x:/d"
