@@ -191,17 +191,18 @@ def plan_files(system: System) -> list[NewFile]:
 
 def read_settings(env_file: Path, *, may_lack_some: bool = False) -> Config:
     """Read settings as this version does. Raises: ConfigError, with the file's name."""
-    values = waker.read_env_file(env_file)
+    values, names = waker.read_env_file(env_file), [*waker.SETTINGS]
     if may_lack_some:
         values |= {name: values.get(name) or value for name, value in FILLERS.items()}
+        names.remove("WAKER_SSH_KEY")
     try:
-        return waker.read_config(values, env_file.parent)
+        return waker.read_config(values, env_file.parent, names)
     except ConfigError as error:
         raise ConfigError(f"{env_file}:\n{error}") from None
 
 
 def is_empty(env_file: Path) -> bool:
-    return not env_file.exists() or not env_file.read_bytes().strip()
+    return not env_file.is_file() or not env_file.read_bytes().strip()
 
 
 def is_complete(env_file: Path) -> bool:
@@ -216,18 +217,23 @@ def read_moved_settings(folder: Path, moved: Sequence[Path]) -> Config:
     A copy is read, because a card's files are open to everybody. Raises: ConfigError
     """
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name:
-        for file in (*OWNERS, *moved):
-            if file.exists():
-                copy = Path(name, file.name)
-                copy.touch(0o600)
-                copy.write_bytes(file.read_bytes())
+        for file in moved:
+            copy = Path(name, file.name)
+            copy.touch(0o600)
+            copy.write_bytes(file.read_bytes())
+        for file in CONFIG.glob("*"):
+            if not Path(name, file.name).exists():
+                Path(name, file.name).symlink_to(file)
         env_file = Path(name, "waker.env")
         if not env_file.exists():
             raise ConfigError(f"{folder} has no waker.env, and neither has {CONFIG}.")
         try:
             return read_settings(env_file)
         except ConfigError as error:
-            raise ConfigError(str(error).replace(name, str(folder))) from None
+            text = str(error)
+            for file in moved:
+                text = text.replace(f"{name}/{file.name}", str(file))
+            raise ConfigError(text.replace(name, str(CONFIG))) from None
 
 
 def read_services(
@@ -245,7 +251,7 @@ def read_services(
             if is_booted(system):
                 starts[service] = config
         elif is_running(system, service.name):
-            starts[service] = read_settings(env_file) if env_file.exists() else None
+            starts[service] = read_settings(env_file) if env_file.is_file() else None
         elif not is_empty(env_file):
             read_settings(env_file, may_lack_some=True)  # someone may be filling it in
     return starts
@@ -262,9 +268,11 @@ def look(folder: Path | None) -> Plan:
     files += [NewFile(CONFIG / f.name, f.read_bytes(), 0o600) for f in moved]
     if not folder and not os.path.lexists(ENV_FILE):
         files.append(NewFile(ENV_FILE, sources["waker.env.example"], 0o600))
-    key_files = []
+    names, key_files = [file.name for file in moved], []
     if not folder and not os.path.lexists(PUBLIC_KEY):
         key_files = [path for path in (KEY, PUBLIC_KEY) if not os.path.lexists(path)]
+    if KEY.name in names and PUBLIC_KEY.name not in names:
+        key_files = [PUBLIC_KEY]  # the one on the box would not fit
     return Plan(
         system=system,
         packages=find_missing_packages(system),
@@ -284,7 +292,7 @@ def agree(lines: Iterable[str], *, yes: bool) -> None:
         return
     try:
         answer = input("Go on? [y/N] ")
-    except (EOFError, RuntimeError):  # the latter if standard input is closed
+    except (EOFError, RuntimeError, UnicodeDecodeError):  # perhaps it is closed
         raise Refused("nobody answered. Without a terminal, use --yes.") from None
     if answer[:1] not in ("y", "Y"):
         raise Refused("you did not answer y.")
@@ -329,7 +337,7 @@ def install_packages(names: Sequence[str]) -> None:
     failed = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
     if not has_paramiko():
         raise Failed("apt could not install paramiko. waker is as it was before.")
-    if failed:
+    if failed and not shutil.which("ssh"):
         print("apt has failed. waker runs without it, but cannot prepare a server.")
 
 
@@ -354,12 +362,13 @@ def make_key() -> list[NewFile]:
     ]
 
 
-def derive_public_key() -> list[NewFile]:
-    """Make the public half of the key that is here, if that can be read."""
+def derive_public_key(folder: Path | None) -> list[NewFile]:
+    """Make the public half of the key that a folder or the box has."""
     warnings.simplefilter("ignore")  # as waker does when it uses paramiko
     try:
-        key = waker.load_key(KEY)
+        key = waker.load_key((folder or CONFIG) / KEY.name)
     except UnlockError:  # `waker check` says what is wrong with it
+        print(f"{PUBLIC_KEY} was not written, because {KEY.name} cannot be read.")
         return []
     line = f"{key.get_name()} {key.get_base64()} waker\n"
     return [NewFile(PUBLIC_KEY, line.encode(), 0o600)]
@@ -403,11 +412,14 @@ def carry_out(plan: Plan) -> None:
             install_packages(plan.packages)
         key = []
         if plan.key_files:
-            key = make_key() if KEY in plan.key_files else derive_public_key()
+            is_new = KEY in plan.key_files
+            key = make_key() if is_new else derive_public_key(plan.source_folder)
         for file in key:
             write_beside(file, unfinished)
         for file in [*plan.files, *key]:
-            new_name(file.path).replace(file.path)
+            is_kept = file.path in OWNERS and not plan.source_folder
+            if not (is_kept and os.path.lexists(file.path)):  # somebody's, by now
+                new_name(file.path).replace(file.path)
     os.sync()
 
 
@@ -424,14 +436,14 @@ def report(system: System, service: Service, config: Config | None) -> bool:
     return False
 
 
-def start(plan: Plan) -> bool:
-    """Start what must run; returns whether all of it answers. Raises: Failed."""
+def start(plan: Plan) -> list[str]:
+    """Start what must run; returns the services that do not. Raises: Failed."""
     system = plan.system
     if not is_booted(system):
         if plan.source_folder:
             run(service_command(system, "enable"))
         print(f"Nothing was started, because {system.name} is not running here.")
-        return True
+        return []
     if system is SYSTEMD:
         run(["systemctl", "daemon-reload"])
     if plan.source_folder:
@@ -440,8 +452,7 @@ def start(plan: Plan) -> bool:
     for service in plan.starts:  # if that fails, the log says why
         restart = service_command(system, "restart", service.name)
         subprocess.run(restart, check=False)
-    answers = [report(system, service, plan.starts[service]) for service in plan.starts]
-    return all(answers)
+    return [s.name for s in plan.starts if not report(system, s, plan.starts[s])]
 
 
 def explain_older(system: System) -> str:
@@ -467,9 +478,10 @@ def explain_preparing(system: System) -> str:
     try:
         prepare.check_client()
     except ConfigError as error:
-        key = PUBLIC_KEY.read_text().strip() if PUBLIC_KEY.exists() else ""
-        step += f"\n\n{error} Or prepare the server by hand, with waker's public key:"
-        step += f"\n\n    {key}"
+        step += f"\n\n{error}"
+        if KEY.exists() and PUBLIC_KEY.exists():
+            step += " Or prepare the server by hand, with waker's public key:"
+            step += f"\n\n    {PUBLIC_KEY.read_text().strip()}"
     return step
 
 
@@ -494,18 +506,22 @@ def install(folder: Path | None, *, yes: bool) -> int:
 
     Raises: Refused, Failed, ConfigError, OSError
     """
-    plan = look(folder)
+    try:
+        plan = look(folder)
+    except OSError as error:
+        raise Refused(f"{error.filename}: {error.strerror}.") from None
     show_and_ask(plan, yes=yes)
     carry_out(plan)
     print("\nwaker is installed.")
-    if not start(plan):
-        if plan.source_files:
-            print(f"The files in {folder} stay there. Correct them.")
-        return 1
-    if plan.source_files:
+    silent = start(plan)
+    if "waker" in silent and plan.source_files:
+        print(f"The files in {folder} stay there. Correct them.")
+    elif plan.source_files:
         os.sync()  # it must start at the next boot before they go
-    for file in plan.source_files:
-        file.unlink()
+        for file in plan.source_files:
+            file.unlink()
+    if silent:
+        return 1
     print(f"\n{explain_older(plan.system)}{next_step(plan)}")
     return 0
 
@@ -529,16 +545,17 @@ def uninstall(*, yes: bool) -> None:
     agree([*will, *(f"leave {name} without a program" for name in others)], yes=yes)
     if messages:
         notify.uninstall()
-    if system.service_file.exists():
-        if is_booted(system):
-            run(service_command(system, "stop"))
+    if is_running(system):
+        run(service_command(system, "stop"))
+    if system.service_file.exists() or HIDES.exists():
         run(service_command(system, "disable"))
     for file in (*OWNERS, *files):
         remove(new_name(file))
     for file in files:
         file.unlink(missing_ok=True)
     print("waker is removed.")
-    print(explain_older(system), end="")
+    if older := [str(path) for path in OLDER if path.exists()]:
+        print(f"Another one is still in /usr: {' '.join(older)}")
 
 
 # ---- Commands ------------------------------------------------------------------------
@@ -615,7 +632,7 @@ def main(command: str, arguments: Sequence[str]) -> int:
     given = parse_arguments(command, arguments)
     os.umask(0o022)
     if isinstance(sys.stdout, io.TextIOWrapper):  # so that commands print in order
-        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     try:
         return run_command(command, given)
     except ConfigError as error:

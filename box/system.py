@@ -26,6 +26,7 @@ UNIT_FOLDERS: Final = (
     Path("/run/systemd/system"),
     Path("/etc/systemd/system"),
 )
+NO_FILE: Final = Path("/nonexistent")  # the settings come from elsewhere
 PAGE_SECONDS: Final = 60  # a slow box needs 20 for the first page while it boots
 LOG_LINES: Final = 10
 
@@ -114,6 +115,9 @@ def read_values(unit: str, name: str) -> list[str]:
 
 def find_env_file(unit: str, arguments: Sequence[str]) -> Path:
     """Return which settings a unit passes to waker with these arguments."""
+    environment = " ".join(read_values(unit, "Environment"))
+    if read_values(unit, "EnvironmentFile") or "WAKER_" in environment:
+        return NO_FILE
     option = re.search(r"--env-file[= ](\S+)", " ".join(arguments))
     if not option:
         return ENV_FILE
@@ -124,7 +128,7 @@ def find_env_file(unit: str, arguments: Sequence[str]) -> Path:
         name, _, source = value.partition(":")
         if name == credential:
             return Path(source.strip())
-    return Path("/nonexistent")  # an encrypted credential, perhaps
+    return NO_FILE  # an encrypted credential, perhaps
 
 
 def find_services(system: System) -> Iterator[Service]:
@@ -175,10 +179,15 @@ def is_running(system: System, name: str = "waker") -> bool:
 
 def is_showing_page(host: str, port: int, seconds: float) -> bool:
     """Return whether this version's page is there. Raises: OSError."""
+    page, answer = read_sources()["ui.html"], b""
+    deadline = time.monotonic() + seconds
     with waker.open_tcp(host, port, seconds) as tcp:
         tcp.sendall(b"GET / HTTP/1.1\r\nHost: waker\r\n\r\n")
-        answer = b"".join(iter(lambda: tcp.recv(65536), b""))
-    return answer.endswith(read_sources()["ui.html"])
+        # Another program's answer may never end.
+        while len(answer) < 2 * len(page) and (chunk := tcp.recv(65536)):
+            answer += chunk
+            tcp.settimeout(max(0, deadline - time.monotonic()))
+    return answer.endswith(page)
 
 
 def wait_for_page(system: System, service: Service, listen: Address) -> bool:

@@ -220,8 +220,12 @@ def test_apt_waits_for_a_lock(box: Box, lock: str) -> None:
         assert any("Waiting until another program" in line for line in lines)
         waits = re.compile(rf"-> POSIX .*:{os.fstat(held.fileno()).st_ino} ")
         wait_for(lambda: waits.search(Path("/proc/locks").read_text()))
+        for path in (SETTINGS, KEY, PUBLIC):  # meanwhile, somebody makes them
+            box.write(path, "of the owner")
     with installing:
         assert installing.stdout.read().endswith(PREPARE)
+    owners = (0o600, b"of the owner")
+    assert box.installed() == new() | dict.fromkeys((SETTINGS, KEY, PUBLIC), owners)
 
 
 def test_packages_that_dpkg_has_not_configured_are_repaired(box: Box) -> None:
@@ -416,6 +420,9 @@ SERVICES = {
         "ExecStart=/usr/local/bin/waker --env-file %d/x\nLoadCredentialEncrypted=x:/d"
     ),
     "/etc/systemd/system/wk6.service": "ExecStart=/usr/local/bin/waker\nExecStart=",
+    "/etc/systemd/system/wk8.service": (
+        "ExecStart=/usr/local/bin/waker\nEnvironment=A=1 WAKER_LISTEN=:1"
+    ),
     "/etc/systemd/system/wk7.service": "ExecStart=/usr/local/bin/waker-notify",
 }
 FIND = """
@@ -438,6 +445,7 @@ def test_the_services_that_run_waker_are_found(box: Box) -> None:
         "wk3 /b",
         "wk4 /c",
         "wk5 /nonexistent",
+        "wk8 /nonexistent",
     ]
 
 
@@ -492,6 +500,20 @@ def test_files_that_replace_the_boxs_own_leave_their_folder(box: Box) -> None:
     assert {n: box.path(n).read_bytes() for n in (KEY, PUBLIC)} == {
         n: whole[n] for n in (KEY, PUBLIC)
     }
+
+
+def test_a_key_replaces_both_halves_of_the_boxs_own(box: Box) -> None:
+    """Although another service does not answer, the folder's key has left it."""
+    run_old(box)
+    settle(box, "/etc/waker2", WAKER_LISTEN=ELSEWHERE)
+    box.run("mkdir /boot/new; ssh-keygen -q -t ed25519 -N '' -f /boot/new/ssh_key")
+    box.run("rm /boot/new/ssh_key.pub")
+    status, shown = box.waker("install --yes --from /boot/new")
+    assert status == 1
+    assert re.search("waker answers on port(?s:.*)waker2 does not answer", shown)
+    assert box.run("ls /boot/new") == ""
+    derived = box.run(f"ssh-keygen -yf {KEY}").split()[:2]
+    assert box.path(PUBLIC).read_text().split() == [*derived, "waker"]
 
 
 FOLDERS = {
@@ -668,6 +690,15 @@ def test_uninstall_leaves_settings_keys_and_nothing_else(box: Box) -> None:
     assert box.installed() == kept
     assert box.run("systemctl is-active waker || :") == ""
     assert box.waker("uninstall --yes")[1].endswith("waker is not installed here.\n")
+
+
+def test_uninstall_stops_waker_even_if_its_unit_was_moved(box: Box) -> None:
+    run_old(box)
+    box.run(f"systemctl stop waker2; mv {UNIT} /etc/systemd/system")
+    status, shown = box.waker("uninstall --yes")
+    assert status == 0, shown
+    assert box.run("systemctl is-active waker || :") == ""
+    assert not [name for name in box.installed() if "wants" in name]
 
 
 # ---- For packagers -------------------------------------------------------------------

@@ -123,6 +123,8 @@ def uninstall() -> None:
         now = ["--now"] if is_booted(SYSTEMD) else []
         run(["systemctl", "disable", "--quiet", *now, TIMER])
     shutil.rmtree(STATE, ignore_errors=True)
-    for file in (STATE_LINK, *files):
+    if STATE_LINK.is_symlink():
+        STATE_LINK.unlink()
+    for file in files:
         file.unlink(missing_ok=True)
     print("waker no longer sends messages to your phone. It has forgotten the address.")
