@@ -60,6 +60,7 @@ PROFILE = f"""\
 [connection]
 id=lan
 type=ethernet
+interface-name=enp0s3
 
 [ipv4]
 method=manual
@@ -169,6 +170,9 @@ class Bare:
         arguments += ["-device", f"vmxnet3,netdev=lan,mac={MAC},addr=3,romfile="]
         if self.has_spare:  # which the kernel finds first
             arguments += ["-device", "vmxnet3,id=spare,addr=2,romfile="]
+        if self.has_dracut:  # another network, whose router QEMU plays
+            arguments += ["-netdev", "user,id=second,net=10.77.0.0/24"]
+            arguments += ["-device", "vmxnet3,netdev=second,addr=4,romfile="]
         return arguments
 
 
@@ -184,7 +188,7 @@ BARE = (
         packages=f"{DRACUT},ifupdown,bridge-utils",
         files={
             INTERFACES: BRIDGE,
-            "etc/dracut.conf.d/hostonly.conf": 'hostonly="yes"\n',
+            "etc/dracut.conf.d/owner.conf": 'hostonly="yes"\n',
         },
     ),
     Bare(

@@ -48,6 +48,7 @@ class Computer:
 
     def switch_on(self) -> None:
         command = [
+            *self.router.command(),  # from which no packet leaves this computer
             *(need("setpriv"), "--pdeathsig", "KILL"),
             *(need("qemu-system-x86_64"), "-accel", "tcg", "-cpu", "Westmere"),
             *("-machine", "q35", "-m", "768", "-nodefaults"),
