@@ -381,9 +381,9 @@ def prepare_server(given: argparse.Namespace) -> int:
         if shown.returncode:
             return shown.returncode
         key = f"{shown.stdout.decode().strip()} waker"
-        # The first word of SSH_CONNECTION is the address of this box.
-        box = '--box "$SSH_CONNECTION"'
-        arguments += f" {box} --nonce {nonce} {shlex.quote(key)}"
+        # Of which the first word is the address of this box.
+        connection = '--ssh-connection "$SSH_CONNECTION"'
+        arguments += f" {connection} --nonce {nonce} {shlex.quote(key)}"
     status, output = run_there(given.server, remote_command(arguments))
     if status:
         raise ConfigError("Nothing was written on this box.")

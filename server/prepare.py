@@ -3,188 +3,78 @@
 
 Run it as root on the server. It shows what it found and each change, and asks. Then
 the initrd gets an address, an SSH server and waker's key, which can unlock and nothing
-else, and the network card keeps Wake-on-LAN on. The image that works is kept in GRUB's
-menu, and each new one is examined. Running it again finishes what was interrupted.
-Beside it are the files that it installs, with the paths that they have on the server.
+else, and the network card keeps Wake-on-LAN on. Beside it are the files that it
+installs, with the paths that they have on the server.
+
+What happens to /boot, in this order:
+
+1. The image that works is copied, and GRUB's menu offers the copy if that can be done.
+2. Settings are written, then packages installed. Their scripts may build images, which
+   have the settings but were not examined.
+3. A new image is built for each kernel, beside the old one, and examined. Only if
+   nothing is wrong with it, it takes the old one's place, by a rename.
+
+Whenever the power is cut, the server boots as before: with the old image, with one of
+those two kinds, or with the copy. Running this again finishes what was interrupted.
 """
 
 import argparse
-import configparser
 import enum
+import fcntl
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from ipaddress import IPv4Interface
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
+
+from facts import (
+    MIB,
+    Facts,
+    Probed,
+    Refused,
+    describe,
+    estimate_room,
+    find_builder,
+    understand,
+)
 
 MARK: Final = "# Written by waker's prepare.py. `waker prepare --undo` removes it."
 RECORD: Final = Path("/var/lib/waker-prepare/record.json")
 UNFINISHED: Final = RECORD.with_name("unfinished")  # from the first change to the last
-MODULE: Final = "/usr/lib/dracut/modules.d/46initrd-ssh"
+MODULES: Final = Path("/usr/lib/dracut/modules.d")
+MENU: Final = "/boot/grub/custom.cfg"  # GRUB's own menu reads it
+POSTRM: Final = "/etc/kernel/postrm.d/waker"
 UNIT: Final = "waker-wake.service"
-# The kept image, its entry in GRUB's menu, and their hook: first to come, last to go.
-SPARE: Final = ("/boot/", "/etc/kernel/postrm.d/waker")
-NOT_LUKS: Final = r"script=|\b(plain|tcrypt|bitlk)\b"  # in crypttab's options
 HERE: Final = Path(__file__).resolve().parent
-SETTINGS: Final = configparser.ConfigParser(interpolation=None)
-SETTINGS.read(HERE / "prepare.ini")
-
-# ---- Facts, or a refusal: pure ----
-
-Seen = dict[str, str]  # what the commands of prepare.ini printed
-Facts = dict[str, str]  # what decides each change; lists are of words
-
-
-class Refused(Exception):
-    """Why the server cannot be prepared. Nothing was changed."""
+LOCKS: Final = ("/var/lib/dpkg/lock-frontend", "/var/lib/dpkg/lock")
+LOCK_SECONDS: Final = 600  # unattended upgrades may take as long
+APT_UPDATE: Final = ("apt-get", "-q", "update")
+APT: Final = (
+    *("apt-get", "-qy", "--no-install-recommends", "--no-remove"),
+    *(f"-oDPkg::Lock::Timeout={LOCK_SECONDS}", "-oDpkg::Options::=--force-confold"),
+    "install",
+)
+# Packages that the encrypted disk, or a login, may need by now.
+NEEDED: Final = "cryptsetup.*|dracut(-core)?|initramfs.*|openssh.*|systemd.*"
+ENVIRONMENT: Final = {
+    "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+    "LC_ALL": "C.UTF-8",
+    "DEBIAN_FRONTEND": "noninteractive",
+    "NEEDRESTART_SUSPEND": "1",  # it would restart the SSH server
+    "INITRD": "No",  # or dracut's trigger would write over the image in use
+}
 
 
 class Failed(Exception):
     """What went wrong while it was changed."""
 
 
-def find_builder(seen: Seen) -> str:
-    if not re.search(r"(?m)^ID(_LIKE)?=.*\bdebian\b", seen["system"]):
-        raise Refused("it is neither Debian nor one of its relatives.")
-    # After an interruption, a package that is wanted may not be installed.
-    wanted = re.findall(r"(?m)^(\S+) (?:install|hold) ", seen["packages"])
-    if "tinyssh-initramfs" in wanted:
-        raise Refused("waker cannot use tinyssh. Remove the package tinyssh-initramfs.")
-    for builder in ("dracut", "initramfs-tools"):
-        if builder in wanted:
-            return builder
-    raise Refused("neither initramfs-tools nor dracut builds its initrd.")
-
-
-def find_disks(seen: Seen) -> str:
-    """Name the encrypted disks that must be open before the system boots."""
-    if "zfs" in seen["file systems"]:
-        raise Refused("it uses ZFS, which waker cannot unlock.")
-    layers = [line.split() for line in seen["disks"].splitlines()]
-    if any("iscsi" in row or row[0].startswith("nbd") for row in layers):
-        raise Refused("its disk is on the network, which the initrd takes down.")
-    disks = [*dict.fromkeys(row[0] for row in layers if "crypt" in row[1:])]
-    if not disks:
-        raise Refused("the disk with / is not encrypted. There is nothing to unlock.")
-    if " crypt" in seen["boot disks"]:
-        raise Refused("/boot is encrypted: GRUB asks too early. Move it out of LUKS.")
-    lines = re.findall(r"(?m)^\s*[^#\s].*", seen["crypttab"])
-    table = {n: [*rest[1:], "none", ""][:2] for n, *rest in map(str.split, lines)}
-    for disk in disks:
-        if disk not in table:
-            raise Refused(f"/ is on {disk}, but no line of /etc/crypttab has it.")
-        key, options = table.pop(disk)
-        if key not in ("none", "-") or re.search(NOT_LUKS, options):
-            raise Refused(f"a key file or keyscript opens {disk}, or it is not LUKS.")
-    for disk, (key, options) in table.items():
-        if key in ("none", "-") and not re.search("initr|noauto|nofail", options):
-            raise Refused(f"{disk} asks at the screen later. See docs/server.md.")
-    return " ".join(disks)
-
-
-def find_card(seen: Seen, wanted: str) -> dict[str, str]:
-    """Find the card that is wanted, or else the one that leads to the box, or out."""
-    links = {link["ifname"]: link for link in json.loads(seen["links"])}
-    kinds = {n: k.get("linkinfo", {}).get("info_kind") for n, k in links.items()}
-    rows = [line.split() for line in seen["drivers"].splitlines()]
-    drivers = {card: [Path(module).name for module in rest] for card, *rest in rows}
-    routes = [r for line in seen["routes"].splitlines() for r in json.loads(line)]
-    routes = [route for route in routes if route.get("dev", "lo") != "lo"]
-    if not wanted and not routes:
-        raise Refused("it has no default route. Name the card with --interface.")
-    via = wanted or routes[0]["dev"]
-    if via not in links:
-        raise Refused(f"it has no card {via}. It has {', '.join(drivers)}.")
-    via = card = links[via].get("master", via)
-    if kinds[via] == "bridge":  # which is as good as its one physical card
-        cards = [n for n in links if links[n].get("master") == via and n in drivers]
-        if len(cards) != 1:
-            raise Refused(f"the bridge {via} has {len(cards)} physical cards, not 1.")
-        (card,) = cards
-    if f"/{card}/phy80211" in seen["wifi"]:
-        raise Refused(f"{card} is Wi-Fi. Waking and unlocking need a cable.")
-    if card not in drivers or links[card]["link_type"] != "ether":
-        raise Refused(f"{card} is not a physical card. Name one: --interface.")
-    # The first route wins. An address that it does not use may be another service's.
-    route: dict[str, str] = {}
-    for other in reversed([route for route in routes if route["dev"] == via]):
-        route |= other
-    addresses = [a for a in links[via]["addr_info"] if a["family"] == "inet"]
-    addresses.sort(key=lambda a: (a["local"] != route.get("prefsrc"), a["scope"]))
-    if not addresses:
-        raise Refused(f"{via} has no IPv4 address, and the initrd needs one.")
-    local = IPv4Interface(f"{addresses[0]['local']}/{addresses[0]['prefixlen']}")
-    return {
-        "card": card,
-        # The permanent one: a bridge or NetworkManager may change the current.
-        "mac": links[card].get("permaddr", links[card]["address"]),
-        "drivers": " ".join(dict.fromkeys(drivers[card])),  # none if they are built in
-        "host": str(local.ip),
-        "address": str(local),
-        "netmask": str(local.netmask),
-        "router": route.get("gateway", ""),
-        "DHCP": "reserve the address in your router" * ("dynamic" in addresses[0]),
-    }
-
-
-def find_ports(seen: Seen, builder: str, box: str) -> dict[str, str]:
-    """Find the ports of the system's SSH server, and of the initrd's."""
-    found = box.split()[3:] or re.findall(r"(?m):([0-9]+)(?= |$)", seen["ssh ports"])
-    if not found:  # waker sees by it that the server is up
-        raise Refused("it has no SSH server. Install the package openssh-server.")
-    system, initrd, options = found[0], "2222", seen["own options"].strip()
-    if builder == "dracut" and system == initrd:
-        initrd = "2223"  # waker could not tell two OpenSSH servers apart
-    if options:
-        command = re.search(r"(?:^|\s)-[a-zA-Z]*?c\s*(\S.*)", options)
-        if command and "cryptroot-unlock" not in command[1]:
-            raise Refused(f"DROPBEAR_OPTIONS has another command: {command[1]}")
-        port = re.search(r"(?:^|\s)-[a-zA-Z]*?p\s*(?:\S*:)?([0-9]+)", options)
-        initrd = port[1] if port else "22"
-    return {"system port": system, "initrd port": initrd, "own options": options}
-
-
-def understand(seen: Seen, wanted_card: str, box: str) -> Facts:
-    """Turn what was seen into facts. Raises Refused."""
-    facts = {"builder": find_builder(seen), "disks": find_disks(seen)}
-    facts |= find_card(seen, wanted_card) | find_ports(seen, facts["builder"], box)
-    own_ip = facts["own ip"] = seen["own ip"].partition("\n")[0].strip()
-    address, *others = re.sub(r"^\w+=|[\"']", "", own_ip).split(":")
-    own = f"{facts['host']}::{facts['router']}:{facts['netmask']}"
-    is_other = address in ("off", "none") or {*others[4:5]} - {"", facts["card"]}
-    if is_other or (address[:1].isdigit() and own not in own_ip):
-        raise Refused(f"the initrd has {own_ip}, not {own}. Remove that.")
-    packages = SETTINGS[facts["builder"]]["packages"].split()
-    installed = re.findall(r"(?m)^(\S+) \S+ installed$", seen["packages"])
-    facts["missing"] = " ".join(name for name in packages if name not in installed)
-    images, kernels = seen["images"].split(), seen["kernels"].split()
-    works = [kernel for kernel in reversed(kernels) if f"initrd.img-{kernel}" in images]
-    if not works:
-        raise Refused("no installed kernel has an initrd in /boot to keep.")
-    # Once one is kept, no other. The running kernel's works.
-    is_kept = {k: f"initrd.img-{k}.before-waker" in images for k in works}
-    facts["kept"] = max(works, key=lambda k: (is_kept[k], k == seen["running"].strip()))
-    return facts | {"kernels": " ".join(kernels)}
-
-
-def make_menu(seen: Seen, kernel: str) -> str:
-    """Copy the kernel's entry of GRUB's menu for the kept image, if that can be."""
-    ours = r"(?ms)^# Written by waker's prepare\.py\. .*?^}$"  # by version 3, too
-    if re.sub(ours, "", seen["menu"]).strip():  # it is the owner's
-        return ""
-    for body in re.findall(r"(?ms)^\s*menuentry [^{]*{\n(.*?)^\s*}$", seen["grub"]):
-        line = rf"(?m)^(\s*initrd\s.*initrd\.img-{re.escape(kernel)})(?!\S)"
-        entry, found = re.subn(line, r"\1.before-waker", body)
-        if found:
-            return f"{MARK}\nmenuentry 'The initrd from before waker' {{\n{entry}}}\n"
-    return ""
-
-
-# ---- The plan: a list of changes, in order ----
+# ---- The plan: a list of changes, in order -------------------------------------------
 
 
 class Kind(enum.Enum):
@@ -196,49 +86,90 @@ class Kind(enum.Enum):
     PACKAGE = "install"
 
 
+UNDOING: Final = {  # the same in the question of undo
+    Kind.COPY: "remove",
+    Kind.FILE: "take back",
+    Kind.KEY: "take waker's key out of",
+    Kind.PACKAGE: "remove, unless something needs it, the package",
+}
+
+
 class Change(NamedTuple):
     """One change. The plan is a list of these, and so is the record for undo."""
 
     kind: Kind
     name: str  # a path, or a package
     text: str = ""  # what is written; the path of what is copied
-    before: str = ""  # what undo puts back
+    before: str | None = None  # what was there; None if nothing was
+
+    @property
+    def is_spare(self) -> bool:
+        """It belongs to the image that is kept: first to come, last to go."""
+        return self.name.startswith("/boot/") or self.name == POSTRM
+
+    @property
+    def is_in_image(self) -> bool:
+        """It changes images, so that new ones are needed."""
+        return not self.is_spare and not self.name.endswith(UNIT)
 
 
-def fill(template: str, words: Facts) -> str:
-    return re.sub("@([#a-z ]+)@", lambda found: words[found[1]], template)
+def make_words(facts: Facts, key: str) -> dict[str, str]:
+    """Return the words that take the place of @NAME@ in files."""
+    card = facts.card
+    return {
+        "key": key,
+        "mac": card.mac,
+        "bootif": card.mac.replace(":", "-"),
+        "card": card.name,
+        "drivers": " ".join(card.drivers),
+        "address": str(card.address),
+        "host": str(card.address.ip),
+        "netmask": str(card.address.netmask),
+        "router": card.router,
+        "initrd port": facts.ports.initrd,
+        "kept": facts.kept,
+        # Each begins a line, and turns it into a comment if the line is not needed.
+        "#ip": "#" if facts.own_ip else "",
+        "#options": "#" if facts.own_options else "",
+        "#router": "" if card.router else "#",
+    }
 
 
-def make_plan(facts: Facts, key: str, menu: str, files: Facts) -> list[Change]:
-    """Plan all, done already or not; settings first, so that no image lacks them."""
-    words = {**facts, "key": key, "bootif": facts["mac"].replace(":", "-")}
-    # Each begins a line, and turns it into a comment if the line is not needed.
-    for name in ("ip", "options"):
-        words[f"#{name}"] = "#" * bool(facts[f"own {name}"])
-    words["#router"] = "#" * (not facts["router"])
-    image = f"/boot/initrd.img-{facts['kept']}"
+def make_menu(probed: Probed, kernel: str) -> str:
+    """Copy the kernel's entry of GRUB's menu for the kept image, if that can be."""
+    ours = r"(?ms)^# Written by waker's prepare\.py\. .*?^}$"  # by version 3, too
+    if re.sub(ours, "", probed["menu"]).strip():  # it is the owner's
+        return ""
+    for body in re.findall(r"(?ms)^\s*menuentry [^{]*{\n(.*?)^\s*}$", probed["grub"]):
+        line = rf"(?m)^(\s*initrd\s.*initrd\.img-{re.escape(kernel)})(?!\S)"
+        entry, found = re.subn(line, r"\1.before-waker", body)
+        if found:
+            return f"{MARK}\nmenuentry 'The initrd from before waker' {{\n{entry}}}\n"
+    return ""
+
+
+def make_plan(facts: Facts, key: str, menu: str, files: dict[str, str]) -> list[Change]:
+    """Plan all, done already or not; settings first, so that no image lacks them.
+
+    `key` is waker's public key, `menu` the text of GRUB's or "", and `files` are to be
+    installed, by path, with words to fill in.
+    """
+    words = make_words(facts, key)
+    image = f"/boot/initrd.img-{facts.kept}"
     plan = [Change(Kind.COPY, f"{image}.before-waker", image)]
-    plan += [Change(Kind.FILE, "/boot/grub/custom.cfg", menu)] if menu else []
+    if menu:
+        plan.append(Change(Kind.FILE, MENU, menu))
     for path, template in files.items():
-        text = fill(template.replace("Port 2222", "Port @initrd port@"), words)
+        text = template.replace("Port 2222", "Port @initrd port@")
+        text = re.sub("@([#a-z ]+)@", lambda found: words[found[1]], text)
         kind = Kind.KEY if path.endswith("/authorized_keys") else Kind.FILE
         plan.append(Change(kind, path, text))
-    return plan + [Change(Kind.PACKAGE, name) for name in facts["missing"].split()]
+    plan += [Change(Kind.PACKAGE, name) for name in facts.missing]
+    return plan
 
 
-def put_key(text: str, line: str) -> str:
-    """Put a line in the place of those with the same key; all others stay."""
-    (key,) = re.findall("AAAA[^ ]+", line)
-    lines = text.splitlines()
-    places = [n for n, old in enumerate(lines) if key in old and old[0] != "#"]
-    if len(places) == 1 and 'cryptroot-unlock"' in lines[places[0]]:
-        return text  # the owner's own limits may be stricter
-    kept = [old for n, old in enumerate(lines) if n not in places]
-    kept.insert(places[0] if places else len(kept), line.strip())
-    return "\n".join(kept) + "\n"
-
-
-# ---- Doors to the system: nothing else runs programs, or reads and writes files ----
+# ---- Doors to the system -------------------------------------------------------------
+# Nothing else runs programs, or reads and writes files.
 
 
 def run(*command: str, check: bool = True, shown: bool = False) -> str:
@@ -251,8 +182,9 @@ def run(*command: str, check: bool = True, shown: bool = False) -> str:
 
 
 def read(name: str | Path) -> str:
+    """Read a file, or nothing if there is none. Line ends and odd bytes stay."""
     path = Path(name)
-    return path.read_text(errors="surrogateescape") if path.exists() else ""
+    return path.read_bytes().decode(errors="surrogateescape") if path.exists() else ""
 
 
 def put(path: Path) -> None:
@@ -266,235 +198,476 @@ def write(name: str | Path, text: str, mode: int) -> None:
     path = Path(name).resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     new = Path(f"{path}.waker-new")
-    new.write_text(text, errors="surrogateescape")
+    new.write_bytes(text.encode(errors="surrogateescape"))
     new.chmod(mode)
     put(path)
 
 
+def probe(address: str) -> Probed:
+    """Run every function of probes.sh. A probe that fails has found nothing."""
+    script = HERE / "probes.sh"
+    names = re.findall(r"(?m)^(\w+)\(\) [{(]", script.read_text())
+    return {n: run("sh", str(script), n, address, check=False) for n in names}
+
+
 def read_files(builder: str) -> dict[str, str]:
     """Read the files to install, which are beside this one; returns them by path."""
-    roots = {"system/etc": "/etc", f"{builder}/etc": "/etc"}
-    roots[f"{builder}/46initrd-ssh"] = MODULE
+    folders = {HERE / "system/etc": Path("/etc"), HERE / builder / "etc": Path("/etc")}
+    for module in sorted((HERE / builder).glob("[0-9]*")):
+        folders[module] = MODULES / module.name
     files: dict[str, str] = {}
-    for root, target in roots.items():
-        for path in sorted((HERE / root).rglob("*")):
+    for folder, target in folders.items():
+        for path in sorted(folder.rglob("*")):
             if path.is_file():
-                files[f"{target}/{path.relative_to(HERE / root)}"] = path.read_text()
+                files[str(target / path.relative_to(folder))] = path.read_text()
     return files
 
 
-def examine(image: str, kernel: str, state: str, facts: Facts) -> list[str]:
+def is_locked() -> bool:
+    """Return whether another program installs packages just now."""
+    for name in filter(os.path.exists, LOCKS):
+        with Path(name).open("ab") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    return False
+
+
+def wait_for_packages() -> None:
+    """Wait while another program installs packages. Raises Refused if it takes long."""
+    ends = time.monotonic() + LOCK_SECONDS
+    if is_locked():
+        print("Waiting for another program that installs packages.", flush=True)
+    while is_locked():
+        if time.monotonic() > ends:
+            raise Refused(f"another program holds {LOCKS[0]}. Try again later.")
+        time.sleep(1)
+
+
+# ---- The record ----------------------------------------------------------------------
+# A change is in it before it is made.
+
+
+def parse_change(row: object) -> Change:
+    """Parse an entry of the record. Raises ValueError, KeyError, TypeError."""
+    if isinstance(row, dict):
+        change = Change(**row | {"kind": Kind[row["kind"]]})
+    else:  # by version 3, which had "" for what was not there, ...
+        word, name, text, before = cast("list[str]", row)
+        change = Change(Kind[word], name, text, before or None)
+        if change.kind is Kind.KEY and before:  # ... and only the lines it took out
+            change = change._replace(before=f"{before}\n")
+    if not all(isinstance(text, str) for text in (*change[1:3], change.before or "")):
+        raise TypeError
+    return change
+
+
+def read_record() -> list[Change]:
+    """Read the changes that were begun. Raises Refused."""
+    try:
+        rows = json.loads(read(RECORD) or "[]")
+        if not isinstance(rows, list):
+            raise TypeError
+        return [parse_change(row) for row in rows]
+    except (ValueError, KeyError, TypeError):
+        raise Refused(
+            f"{RECORD} is damaged, or another program's. Undo needs it: repair it, or"
+            " move it away."
+        ) from None
+
+
+def record_change(change: Change) -> None:
+    """Add a change to the record. Of one made again, what was there at first counts."""
+
+    def place(change: Change) -> tuple[str, str]:
+        # Several keys may have come into the same file.
+        return change.name, change.text if change.kind is Kind.KEY else ""
+
+    record = {place(old): old for old in read_record()}
+    first = record.get(place(change), change)
+    record[place(change)] = change._replace(before=first.before)
+    rows = [c._asdict() | {"kind": c.kind.name} for c in record.values()]
+    write(RECORD, json.dumps(rows, indent=1), 0o600)
+
+
+# ---- Changes: for each kind, how it is made and how it is taken back -----------------
+# To take back returns what is left, or nothing. It may be done twice.
+
+
+def keep_image(change: Change) -> None:
+    record_change(change)
+    # It may contain keys.
+    copy = 'umask 077; cat "$0" >"$1"'
+    run("sh", "-c", copy, change.text, f"{change.name}.waker-new")
+    put(Path(change.name))
+
+
+def drop_image(change: Change) -> str:
+    Path(change.name).unlink(missing_ok=True)
+    return ""
+
+
+def restore(change: Change) -> None:
+    """Give a file back as it was."""
+    path = Path(change.name)
+    if change.before is None:
+        path.unlink()
+    else:
+        write(path, change.before, path.stat().st_mode & 0o777)
+
+
+def write_file(change: Change) -> None:
+    before = read(change.name) if Path(change.name).exists() else None
+    record_change(change._replace(before=before))
+    write(change.name, change.text, 0o755 if change.text.startswith("#!") else 0o644)
+
+
+def restore_file(change: Change) -> str:
+    now = read(change.name)
+    if now == change.text and Path(change.name).exists():
+        restore(change)
+    elif now not in ("", change.before):
+        return f"{change.name}, which you have changed"
+    return ""
+
+
+def find_key(line: str) -> str:
+    (key,) = re.findall("AAAA[^ ]+", line)
+    return str(key)
+
+
+def has_key(line: str, key: str) -> bool:
+    return key in line and not line.lstrip().startswith("#")
+
+
+def put_key(text: str, line: str) -> str:
+    """Put a line in the place of those with the same key; all others stay."""
+    key, lines = find_key(line), text.removesuffix("\n").split("\n")
+    places = [n for n, old in enumerate(lines) if has_key(old, key)]
+    if len(places) == 1 and 'cryptroot-unlock"' in lines[places[0]]:
+        return text  # the owner's own limits may be stricter
+    if not places:
+        end = "\n" if text and not text.endswith("\n") else ""
+        return f"{text}{end}{line}"
+    kept = [old for n, old in enumerate(lines) if n not in places]
+    kept.insert(places[0], line.rstrip("\n"))
+    return "\n".join(kept) + "\n"
+
+
+def limit_key(change: Change) -> None:
+    path = Path(change.name)
+    before = read(path) if path.exists() else None
+    record_change(change._replace(before=before))
+    mode = 0o600 if before is None else path.stat().st_mode & 0o777
+    write(path, put_key(before or "", change.text), mode)
+
+
+def release_key(change: Change) -> str:
+    now, before, key = read(change.name), change.before or "", find_key(change.text)
+    if now == put_key(before, change.text):
+        restore(change)
+        return ""
+    # You have changed the file since. Give back the lines that ours took the place of.
+    ours, lines = change.text.rstrip("\n"), now.split("\n")
+    old = [line for line in before.split("\n") if has_key(line, key)]
+    if ours in lines:
+        place = lines.index(ours)
+        lines[place : place + 1] = old
+        write(change.name, "\n".join(lines), Path(change.name).stat().st_mode & 0o777)
+    elif any(has_key(line, key) and line not in old for line in lines):
+        return f"waker's key in {change.name}, because you have changed its line"
+    return ""
+
+
+def install_package(change: Change) -> None:
+    # Others come along. Those that are upgraded have their version in brackets.
+    coming = run(*APT, change.name, "--simulate")
+    for name in re.findall(r"(?m)^Inst (\S+) \(", coming):
+        record_change(Change(Kind.PACKAGE, name))
+    try:
+        run(*APT, change.name, shown=True)
+    except Failed as error:
+        keeper = read("/etc/etckeeper/etckeeper.conf")
+        if re.search(r"(?m)^\s*AVOID_COMMIT_BEFORE_INSTALL=[\"']?1", keeper):
+            raise Failed(f"{error}First run `etckeeper commit`.") from None
+        raise
+    if change.name == "dropbear-initramfs":
+        print("(There is no need to check ip=: the initrd's address is set.)")
+
+
+def remove_packages(names: Sequence[str]) -> list[str]:
+    """Remove packages that nothing needs; returns what is left of them."""
+    keep = NEEDED
+    keys = Path("/etc/dropbear/initramfs")
+    if read(keys / "authorized_keys"):  # which has the owner's keys
+        keep += "|dropbear.*"
+    gone = [name for name in names if not re.fullmatch(keep, name)]
+    # Unlike apt, dpkg leaves what others need.
+    run("dpkg", "--purge", *gone, check=False)
+    # Debian 13's dropbear-initramfs leaves the public keys that it made.
+    for public in keys.glob("*_host_key.pub"):
+        if not public.with_suffix("").exists():
+            public.unlink()
+    states = run("dpkg-query", "-Wf", "${Package} ${db:Status-Status}\n").splitlines()
+    return [f"the package {name}" for name in names if f"{name} installed" in states]
+
+
+def is_done(change: Change) -> bool:
+    now = read(change.name) if change.kind in (Kind.FILE, Kind.KEY) else ""
+    match change.kind:
+        case Kind.COPY:
+            return Path(change.name).exists()
+        case Kind.FILE:
+            return now == change.text
+        case Kind.KEY:
+            return now == put_key(now, change.text)
+        case Kind.PACKAGE:
+            return False  # the plan has those that are missing
+
+
+def make(change: Change) -> None:
+    match change.kind:
+        case Kind.COPY:
+            keep_image(change)
+        case Kind.FILE:
+            write_file(change)
+        case Kind.KEY:
+            limit_key(change)
+        case Kind.PACKAGE:
+            install_package(change)
+
+
+def take_back(changes: Sequence[Change]) -> list[str]:
+    """Take changes back, the last one first; returns what is left."""
+    left: list[str] = []
+    for change in reversed(changes):
+        if change.kind is not Kind.PACKAGE:  # which go together
+            Path(f"{change.name}.waker-new").unlink(missing_ok=True)
+        match change.kind:
+            case Kind.COPY:
+                left.append(drop_image(change))
+            case Kind.FILE:
+                left.append(restore_file(change))
+            case Kind.KEY:
+                left.append(release_key(change))
+    left += remove_packages([c.name for c in changes if c.kind is Kind.PACKAGE])
+    return [what for what in left if what]
+
+
+# ---- Images --------------------------------------------------------------------------
+
+
+class Needs(NamedTuple):
+    """What an image must have."""
+
+    state: str  # prepared or undone
+    builder: str
+    disks: Sequence[str]
+    drivers: Sequence[str] = ()
+
+
+def examine(image: str, kernel: str, needs: Needs) -> list[str]:
     """Look into an image; returns what is wrong with it."""
-    lists = facts["builder"], facts["disks"], facts["drivers"]
-    return run("sh", f"{HERE}/examine", state, image, kernel, *lists).splitlines()
+    lists = " ".join(needs.disks), " ".join(needs.drivers)
+    given = needs.state, image, kernel, needs.builder, *lists
+    return run("sh", str(HERE / "examine"), *given).splitlines()
 
 
-def build(kernel: str, state: str, facts: Facts) -> None:
+def build(kernel: str, needs: Needs) -> None:
     """Build an image, unless it is right. Raises Failed, without harm, if it is not."""
     image = f"/boot/initrd.img-{kernel}"
-    if examine(image, kernel, state, facts):
+    if examine(image, kernel, needs):
         print(f"Building and examining {image}, which may take minutes.", flush=True)
-        how = SETTINGS[facts["builder"]]["build"]
-        run("sh", "-c", how, f"{image}.waker-new", kernel)
-        if wrong := examine(f"{image}.waker-new", kernel, state, facts):
-            Path(f"{image}.waker-new").unlink()
+        new = f"{image}.waker-new"
+        run("sh", str(HERE / needs.builder / "build"), new, kernel)
+        if wrong := examine(new, kernel, needs):
+            Path(new).unlink()
             raise Failed(f"the new {image} is not used: {'; '.join(wrong)}.")
         put(Path(image))
     for hooks in Path("/etc/initramfs").glob("post-update.d"):  # some boot loaders have
         run("run-parts", f"--arg={kernel}", f"--arg={image}", str(hooks))  # copies
 
 
-# ---- Applying and undoing: a change is in the record before it is applied ----
+def check_room(facts: Facts) -> None:
+    """Refuse a /boot that is too small for what is to be built."""
+    images = [Path(f"/boot/initrd.img-{kernel}") for kernel in facts.kernels]
+    sizes = [path.stat().st_size if path.exists() else 0 for path in images]
+    need = estimate_room(facts.builder, sizes)
+    kept = Path(f"/boot/initrd.img-{facts.kept}")
+    if not Path(f"{kept}.before-waker").exists():
+        need += kept.stat().st_size
+    left = sum(path.stat().st_size for path in find_left_over())
+    if shutil.disk_usage("/boot").free + left < need:
+        raise Refused(f"/boot needs {need // MIB} MiB free. Remove an old kernel.")
 
 
-def read_record() -> list[Change]:
-    return [Change(Kind[row[0]], *row[1:]) for row in json.loads(read(RECORD) or "[]")]
+def find_left_over() -> list[Path]:
+    """Find files that an interruption left in /boot."""
+    return [path for path in Path("/boot").glob("*.waker-new") if path.is_file()]
 
 
-def note(change: Change) -> None:
-    """Add a change to the record. Of one made again, what was there at first counts."""
-    # Several keys may have come into the same file.
-    record = {(c.name, c.text * (c.kind is Kind.KEY)): c for c in read_record()}
-    place = change.name, change.text * (change.kind is Kind.KEY)
-    record[place] = change._replace(before=record.get(place, change).before)
-    rows = [(change.kind.name, *change[1:]) for change in record.values()]
-    write(RECORD, json.dumps(rows, indent=1), 0o600)
+# ---- Commands ------------------------------------------------------------------------
 
 
-def is_done(change: Change) -> bool:
-    if change.kind in (Kind.COPY, Kind.PACKAGE):
-        return change.kind is Kind.COPY and Path(change.name).exists()
-    text, now = change.text, read(change.name)
-    return now == (put_key(now, text) if change.kind is Kind.KEY else text)
-
-
-def find_work(plan: list[Change]) -> list[Change]:
-    """Return what is left to do. Raises Refused rather than lose an owner's changes."""
-    todo = [change for change in plan if not is_done(change)]
-    files = [change.name for change in todo if change.kind is Kind.FILE]
-    # A run that was interrupted may have changed the record alone.
-    for old in read_record() * (not UNFINISHED.exists()):
-        if old.name in files and read(old.name) not in ("", old.text, old.before):
-            raise Refused(f"{old.name} has your changes. Move them, and delete it.")
-    return todo
-
-
-def apply(change: Change) -> None:
-    path, text = Path(change.name), change.text
-    match change.kind:
-        case Kind.COPY:
-            note(change)
-            # It may contain keys.
-            run("sh", "-c", 'umask 077; cat "$0" >"$1"', text, f"{path}.waker-new")
-            put(path)
-        case Kind.FILE:
-            note(change._replace(before=read(path)))
-            write(path, text, 0o755 if text.startswith("#!") else 0o644)
-        case Kind.KEY:
-            after = put_key(read(path), text)
-            gone = {*read(path).splitlines()} - {*after.splitlines()}
-            note(change._replace(before="\n".join(gone)))
-            write(path, after, 0o600)
-        case Kind.PACKAGE:
-            # Others come along. Those that are upgraded have their version in brackets.
-            apt = *SETTINGS["apt"]["install"].split(), path.name
-            for name in re.findall(r"(?m)^Inst (\S+) \(", run(*apt, "--simulate")):
-                note(Change(Kind.PACKAGE, name))
-            run(*apt, shown=True)
-
-
-def take_back(change: Change) -> str:
-    """Undo a change; returns what is left, or nothing."""
-    path, text = Path(change.name), change.text
-    now = read(path) if change.kind in (Kind.FILE, Kind.KEY) else ""
-    Path(f"{path}.waker-new").unlink(missing_ok=True)
-    match change.kind:
-        case Kind.COPY:
-            path.unlink(missing_ok=True)
-        case Kind.FILE | Kind.KEY if now == text and not change.before:
-            path.unlink()
-        case Kind.FILE if now == text:
-            write(path, change.before, path.stat().st_mode & 0o777)
-        case Kind.FILE if now and now != change.before:
-            return f"{path}, which you have changed"
-        case Kind.KEY if f"\n{text}" in f"\n{now}":  # a whole line
-            old = f"{change.before}\n".lstrip()
-            write(path, f"\n{now}".replace(f"\n{text}", f"\n{old}")[1:], 0o600)
-        case Kind.KEY if text.split()[-2] in now.replace(change.before, ""):
-            return f"waker's key in {path}, because you have changed its line"
-    return ""
-
-
-def purge(names: list[str]) -> list[str]:
-    """Remove packages that nothing needs; returns what is left of them."""
-    # The encrypted root, or a login, may need these by now.
-    keep = "cryptsetup.*|dracut(-core)?|initramfs.*|openssh.*|systemd.*"
-    if read("/etc/dropbear/initramfs/authorized_keys"):  # which has the owner's keys
-        keep += "|dropbear.*"
-    gone = [name for name in names if not re.fullmatch(keep, name)]
-    run("sh", "-c", SETTINGS["apt"]["purge"], "sh", *gone, check=False)
-    states = run("dpkg-query", "-Wf", "${Package} ${db:Status-Status}\n").splitlines()
-    return [f"the package {name}" for name in names if f"{name} installed" in states]
-
-
-def agree(title: str, lines: list[str], *, yes: bool) -> None:
+def agree(title: str, lines: Sequence[str], *, yes: bool) -> None:
     """Show what will be done, and ask unless the answer is given. Raises Refused."""
     print(title, *(f"    {line}" for line in lines), sep="\n")
-    print("    build and examine the initrd of each kernel, which takes minutes")
     how = 'printf "Go on? [y/N] " >/dev/tty; read -r answer </dev/tty; echo "$answer"'
     if not yes and run("sh", "-c", how, check=False)[:1] not in ("y", "Y"):
         raise Refused("you did not answer y. Without a terminal, use --yes.")
 
 
 def show_settings(facts: Facts, nonce: str) -> None:
-    if not re.search("Wake-on: .*g", run("ethtool", facts["card"], check=False)):
-        print(f"WARNING: the driver of {facts['card']} offers no Wake-on-LAN.")
-    host_key = run("sh", "-c", SETTINGS[facts["builder"]]["host key"]).strip()
-    lines = fill(SETTINGS["waker.env"]["lines"], {**facts, "host key": host_key})
-    begin = f"waker-begin {nonce}" if nonce else "Put these lines into waker.env:"
-    print(f"\n{begin}{lines}\n" + f"waker-end {nonce}" * bool(nonce))
+    """Print the box's settings; with a nonce, between two lines that it recognises."""
+    card = facts.card
+    if not re.search("Wake-on: .*g", run("ethtool", card.name, check=False)):
+        print(f"WARNING: the driver of {card.name} offers no Wake-on-LAN.")
+    if card.has_dhcp:
+        problem = "or it may get another one"
+        print(f"TO DO: in your router, reserve {card.address.ip} for {card.mac},")
+        print(f"    {problem}.")
+    host_key = run("sh", str(HERE / facts.builder / "host-key")).strip()
+    settings = {
+        "WAKER_HOMELAB_MAC": card.mac,
+        "WAKER_HOMELAB_HOST": str(card.address.ip),
+        "WAKER_INITRD_SSH_PORT": facts.ports.initrd,
+        "WAKER_SYSTEM_SSH_PORT": facts.ports.system,
+        "WAKER_SSH_HOST_KEY": host_key,
+    }
+    if nonce:
+        print(f"\nThe box reads its settings from these lines:\nwaker-begin {nonce}")
+    else:
+        print("\nPut these lines into waker.env:")
+    print(*(f"{name}={value}" for name, value in settings.items()), sep="\n")
+    if nonce:
+        print(f"waker-end {nonce}")
 
 
-def prepare(seen: Seen, options: argparse.Namespace) -> None:
-    if not re.fullmatch(r"ssh-ed25519 AAAA[A-Za-z0-9+/]{64} [!-~]+", options.key):
-        raise Refused("it needs waker's whole public key, 'ssh-ed25519 AAAA… waker'.")
-    facts = understand(seen, options.interface, options.box)
-    menu, files = make_menu(seen, facts["kept"]), read_files(facts["builder"])
-    todo = find_work(make_plan(facts, options.key, menu, files))
-    kernels = facts["kernels"].split()
-    wrong = (examine(f"/boot/initrd.img-{k}", k, "prepared", facts) for k in kernels)
-    is_left = UNFINISHED.exists() or any(not c.name.startswith(SPARE) for c in todo)
-    if not is_left and not any(wrong):
-        print("The server is already prepared. Nothing was changed.")
-        return show_settings(facts, options.nonce)
-    for left in Path("/boot").glob("*.waker-new"):  # by an interruption
-        left.unlink()
-    image = Path(f"/boot/initrd.img-{facts['kept']}")
-    copies = 2 - Path(f"{image}.before-waker").exists()
-    need = image.stat().st_size * copies + (20 << 20) * len(kernels)
-    if shutil.disk_usage("/boot").free < need:
-        raise Refused(f"/boot needs {need >> 20} MiB free. Remove an old kernel.")
-    print("Found:", *(f"    {n}: {s}" for n, s in facts.items() if s), sep="\n")
-    if not menu:
-        print("WARNING: the kept image gets no entry in GRUB's menu. Note its name.")
-    agree("This will:", [f"{c.kind.value} {c.name}" for c in todo], yes=options.yes)
+def find_work(plan: Sequence[Change]) -> list[Change]:
+    """Return what is left to do. Raises Refused rather than lose an owner's changes."""
+    todo = [change for change in plan if not is_done(change)]
+    files = [change.name for change in todo if change.kind is Kind.FILE]
+    if UNFINISHED.exists():  # the record may have what was not written yet
+        return todo
+    for old in read_record():
+        if old.name in files and read(old.name) not in ("", old.text, old.before):
+            raise Refused(f"{old.name} has your changes. Move them, and delete it.")
+    return todo
+
+
+def carry_out(todo: Sequence[Change]) -> None:
+    """Make changes. Until the images are right, the work is unfinished."""
     write(UNFINISHED, "", 0o600)
+    for path in find_left_over():
+        path.unlink()
+    packages = [change for change in todo if change.kind is Kind.PACKAGE]
     for change in todo:
-        if change.kind is Kind.PACKAGE:  # after an interruption; a source may be broken
-            run("sh", "-c", SETTINGS["apt"]["begin"], shown=True)
-        apply(change)
+        if change not in packages:
+            make(change)
+    if packages:
+        run("dpkg", "--configure", "-a", shown=True)  # after an interruption
+        run(*APT_UPDATE, check=False, shown=True)  # a source may be broken
+    for change in packages:
+        make(change)
     run("systemctl", "enable", UNIT)
     run("systemctl", "restart", UNIT, check=False)
-    for kernel in reversed(kernels):  # the one that boots comes first
-        build(kernel, "prepared", facts)
+
+
+def prepare(probed: Probed, options: argparse.Namespace) -> None:
+    if not re.fullmatch(r"ssh-ed25519 AAAA[A-Za-z0-9+/]{64} [!-~]+", options.key):
+        raise Refused("it needs waker's whole public key, 'ssh-ed25519 AAAA… waker'.")
+    facts = understand(probed, options.interface, options.ssh_connection)
+    needs = Needs("prepared", facts.builder, facts.disks, facts.card.drivers)
+    menu, files = make_menu(probed, facts.kept), read_files(facts.builder)
+    todo = find_work(make_plan(facts, options.key, menu, files))
+    is_right = not any(
+        examine(f"/boot/initrd.img-{kernel}", kernel, needs) for kernel in facts.kernels
+    )
+    is_finished = all(c.is_spare for c in todo) and not UNFINISHED.exists()
+    if is_finished and is_right:
+        print("The server is already prepared. Nothing was changed.")
+        show_settings(facts, options.nonce)
+        return
+
+    check_room(facts)
+    print("Found:", *(f"    {line}" for line in describe(facts)), sep="\n")
+    if not menu:
+        print("WARNING: the kept image gets no entry in GRUB's menu. Note its name.")
+    lines = [f"{change.kind.value} {change.name}" for change in todo]
+    if not is_right or any(change.is_in_image for change in todo):
+        lines.append("build the initrd of each kernel that needs a new one, in minutes")
+    lines.append("examine the initrd of each kernel")
+    agree("This will:", lines, yes=options.yes)
+    wait_for_packages()
+
+    carry_out(todo)
+    for kernel in reversed(facts.kernels):  # the one that boots comes first
+        build(kernel, needs)
     UNFINISHED.unlink()
     print("The server is prepared. The initrd of each kernel was examined.")
-    return show_settings(facts, options.nonce)
+    show_settings(facts, options.nonce)
 
 
-def undo(seen: Seen, options: argparse.Namespace) -> None:
-    if not (record := read_record()):
+def undo(probed: Probed, options: argparse.Namespace) -> None:
+    record = read_record()
+    if not record:
         raise Refused("there is nothing to undo.")
     # Whatever opens them by now.
-    disks = " ".join(re.findall(r"(?m)^(\S+) +crypt\b", seen["disks"]))
-    facts = {"builder": find_builder(seen), "disks": disks, "drivers": ""}
-    agree("This will undo:", [c.name for c in record], yes=options.yes)
+    disks = re.findall(r"(?m)^(\S+) +crypt\b", probed["disks"])
+    needs = Needs("undone", find_builder(probed), disks)
+    lines = [f"{UNDOING[change.kind]} {change.name}" for change in reversed(record)]
+    lines.append("build and examine the initrd of each kernel, which takes minutes")
+    agree("This will undo the preparation:", lines, yes=options.yes)
+    wait_for_packages()
+
     run("dpkg", "--configure", "-a", shown=True)
     run("systemctl", "disable", "--now", UNIT, check=False)
-    spare = [change for change in record if change.name.startswith(SPARE)]
-    left = [take_back(change) for change in reversed(record) if change not in spare]
-    left += purge([change.name for change in record if change.kind is Kind.PACKAGE])
-    for kernel in seen["kernels"].split():
-        build(kernel, "bare", facts)
-    left += [take_back(change) for change in spare]
+    left = take_back([change for change in record if not change.is_spare])
+    for kernel in probed["kernels"].split():
+        build(kernel, needs)
+    left += take_back([change for change in record if change.is_spare])
     left += map(str, Path("/etc/initrd-ssh").glob("host_key*"))
-    run("rmdir", MODULE, check=False)
+    for module in MODULES.glob("*initrd-ssh*"):
+        run("rmdir", str(module), check=False)
     shutil.rmtree(RECORD.parent)
-    left = [f"Left: {what}." for what in left if what]
-    print("Undone. The initrd of each kernel was examined.", *left, sep="\n")
+    print("Undone. The initrd of each kernel was examined.")
+    for what in left:
+        print(f"Left: {what}.")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.description = "Prepare a server for waker."
+    add = parser.add_argument
+    add("key", nargs="?", default="", help="waker's public key")
+    add("--undo", action="store_true", help="take everything back")
+    add("--yes", action="store_true", help="do not ask")
+    add("--interface", default="", metavar="NAME", help="the network card to use")
+    connection = "$SSH_CONNECTION, which begins with the box's address"
+    add("--ssh-connection", default="", metavar="WORDS", help=connection)
+    add("--nonce", default="", help="marks the lines with settings")
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Prepare a server for waker.")
-    parser.add_argument("key", nargs="?", default="", help="waker's public key")
-    parser.add_argument("--undo", action="store_true", help="take everything back")
-    parser.add_argument("--yes", action="store_true", help="do not ask")
-    parser.add_argument("--interface", default="", help="the network card to use")
-    parser.add_argument("--box", default="", help="$SSH_CONNECTION")
-    parser.add_argument("--nonce", default="", help="marks the lines with settings")
-    options = parser.parse_args()
-    os.environ |= {n.upper(): text for n, text in SETTINGS["environment"].items()}
+    options = parse_arguments()
+    os.environ |= ENVIRONMENT
     os.umask(0o022)
-    look, box = SETTINGS["look"].items(), options.box.partition(" ")[0]
     try:
         if os.geteuid():
             raise Refused("run it as root, with sudo or su.")
-        seen = {name: run("sh", "-c", how, "", box, check=False) for name, how in look}
-        (undo if options.undo else prepare)(seen, options)
+        wait_for_packages()
+        probed = probe(options.ssh_connection.partition(" ")[0])
+        (undo if options.undo else prepare)(probed, options)
     except Refused as error:
         sys.exit(f"Nothing was changed on this server: {error}")
-    except (Failed, KeyboardInterrupt) as error:
-        sys.exit(f"FAILED: {str(error) or 'stopped.'}\nRun it again, or undo it.")
+    except (Failed, OSError, KeyboardInterrupt) as error:
+        problem = str(error) or "stopped."
+        sys.exit(
+            f"FAILED: {problem}\nThe server boots as before. Run this again to finish"
+            " it, or undo it."
+        )
 
 
 if __name__ == "__main__":

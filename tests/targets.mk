@@ -56,8 +56,9 @@ lint: $(VENV)/done ## run ruff, mypy and shellcheck
 	$(BIN)/ruff format --check
 	$(BIN)/mypy waker.py box tests server
 	shellcheck tests/enter $(addprefix server/dracut/46initrd-ssh/,\
-		clean-card cryptroot-unlock module-setup.sh) server/examine \
-		server/system/etc/kernel/postrm.d/waker
+		clean-card cryptroot-unlock module-setup.sh) \
+		$(addprefix server/,probes.sh examine */build */host-key \
+		system/etc/kernel/postrm.d/waker)
 	shellcheck --shell=dash waker.init server/remote.sh box/raspberry-pi/vendor-data \
 		tests/support/initrds/*.sh box/install-packages box/notify/notify
 

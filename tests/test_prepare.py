@@ -1,12 +1,11 @@
 """`prepare.py`: what it makes of recorded servers, and what it does to simulated ones.
 
-The recordings are what the commands of prepare.ini printed: of networks and disks in a
+The recordings are what the functions of probes.sh printed: of networks and disks in a
 virtual machine with Debian 12, and of packages and kernels in Debian 12 and 13. A
 simulated server is this computer with folders of its own in a mount namespace, where
 prepare.py sees a recorded network and disk. Whole servers are tested by `make test-vm`.
 """
 
-import configparser
 import contextlib
 import json
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 import prepare
 import pytest
 from conftest import CHECKOUT, need, need_root, wait_for
+from facts import Facts, Refused, estimate_room, understand
 from namespaces import hosts
 from test_server import Terminal
 
@@ -38,15 +38,17 @@ LIMITED = (
 )
 TABLE = "vda2_crypt UUID=00000000-0000-4000-8000-000000000001 none luks,discard\n"
 MARK = prepare.MARK
+MODULE = f"{prepare.MODULES}/46initrd-ssh"
 CONF = "/etc/initramfs-tools/conf.d/waker"
+RECORD = str(prepare.RECORD)
 DROPBEAR = "/etc/dropbear/initramfs"
 KEYS = f"{DROPBEAR}/authorized_keys"
 STATIC = "IP=192.168.1.20::192.168.1.1:255.255.255.0"
 BOX = "192.168.1.2 50000 192.168.1.20 22"
-PROGRAM = "/usr/bin/python3 -m server.prepare"  # compiled once
+PROGRAM = "PYTHONPATH=server /usr/bin/python3 -m prepare"  # compiled once
 
 
-def seen(
+def probed(
     builder: str = "initramfs-tools",
     network: str = "one card",
     root: str = "LVM in LUKS",
@@ -56,18 +58,18 @@ def seen(
     whole: dict[str, str] = {"crypttab": TABLE, "running": "", "grub": GRUB}
     whole |= RECORDED["everywhere"] | RECORDED["systems"][builder]
     whole |= RECORDED["networks"][network] | RECORDED["disks"][root]
-    return whole | {name.replace("_", " "): text for name, text in others.items()}
+    return whole | others
 
 
-def facts(box: str = BOX, card: str = "", **recordings: str) -> dict[str, str]:
-    return prepare.understand(seen(**recordings), card, box)
+def find(connection: str = BOX, card: str = "", **recordings: str) -> Facts:
+    return understand(probed(**recordings), card, connection)
 
 
 def plan(**recordings: str) -> dict[str, str]:
     """Return what each file, or package, of a plan is to be."""
-    known = facts(**recordings)
-    files = prepare.read_files(known["builder"])
-    return {c.name: c.text for c in prepare.make_plan(known, KEY, "menu", files)}
+    facts = find(**recordings)
+    files = prepare.read_files(facts.builder)
+    return {c.name: c.text for c in prepare.make_plan(facts, KEY, "menu", files)}
 
 
 # ---- Facts ----
@@ -75,17 +77,17 @@ def plan(**recordings: str) -> dict[str, str]:
 
 def test_the_builder_is_the_one_that_is_wanted() -> None:
     """Even if an interruption left it half-installed, or dracut's parts are there."""
-    debian, dracut = facts(), facts(builder="dracut")
-    assert debian["builder"] == "initramfs-tools"
-    assert debian["missing"] == "dropbear-initramfs ethtool"
-    assert dracut["builder"] == "dracut"
-    assert dracut["missing"] == "dracut-network ethtool"
-    text, found = seen(builder="dracut")["packages"], "dracut install installed"
+    debian, dracut = find(), find(builder="dracut")
+    assert debian.builder == "initramfs-tools"
+    assert debian.missing == ["dropbear-initramfs", "ethtool"]
+    assert dracut.builder == "dracut"
+    assert dracut.missing == ["dracut-network", "ethtool"]
+    text, found = probed(builder="dracut")["packages"], "dracut install installed"
     broken = text.replace(found, "dracut install half-configured")
-    assert facts(packages=broken)["builder"] == "dracut"
+    assert find(packages=broken).builder == "dracut"
     removed = text.replace(found, "dracut deinstall config-files")
-    with pytest.raises(prepare.Refused, match="neither initramfs-tools nor dracut"):
-        facts(packages=removed)
+    with pytest.raises(Refused, match="neither initramfs-tools nor dracut"):
+        find(packages=removed)
 
 
 ETH0 = "eth0 52:54:00:12:34:56 192.168.1.20/24 192.168.1.1 vmxnet3"
@@ -108,44 +110,45 @@ def test_the_card_is_the_one_that_leads_to_the_box(
     network: str, wanted: str, expected: str
 ) -> None:
     """Even behind a bridge, which may have changed its MAC address."""
-    known = facts(card=wanted, network=network)
-    names = ("card", "mac", "address", "router", "drivers")
-    assert " ".join(known[name] for name in names) == expected
+    name, mac, drivers, address, router, _ = find(card=wanted, network=network).card
+    assert " ".join([name, mac, str(address), router, *drivers]) == expected
 
 
 def test_the_address_is_the_one_that_the_box_reaches() -> None:
     """A card may have others, which are those of services."""
     name = "two cards, asked by the box"
-    links = json.loads(seen(network=name)["links"])
+    links = json.loads(probed(network=name)["links"])
     for link in links:
         link["addr_info"].reverse()
     assert [a["local"] for a in links[2]["addr_info"]][1:] == ["10.0.0.9", "10.0.0.5"]
-    known = facts(network=name, links=json.dumps(links))
-    assert known["address"] == "10.0.0.5/8"
-    assert "reserve" in known["DHCP"]
-    assert facts()["DHCP"] == ""
+    card = find(network=name, links=json.dumps(links)).card
+    assert str(card.address) == "10.0.0.5/8"
+    assert card.has_dhcp
+    assert not find().card.has_dhcp
 
 
 def test_routes_that_use_no_card_lead_to_none() -> None:
     """As to a box on the server itself. A card without a route has to be named."""
     local = '[{"dst": "::", "dev": "lo"}, {"dst": "default", "type": "prohibit"}]\n'
-    assert facts(routes=local + seen()["routes"]) == facts()
-    assert facts(card="eth0", routes=local)["router"] == ""
+    assert find(routes=local + probed()["routes"]) == find()
+    assert find(card="eth0", routes=local).card.router == ""
 
 
 def test_a_bridge_may_lead_to_virtual_machines_as_well() -> None:
     name = "bridge"
     guest = {"ifname": "vnet0", "master": "vmbr0", "addr_info": []}
-    links = [*json.loads(seen(network=name)["links"]), guest]
-    assert facts(network=name, links=json.dumps(links))["card"] == "eth0"
+    links = [*json.loads(probed(network=name)["links"]), guest]
+    assert find(network=name, links=json.dumps(links)).card.name == "eth0"
 
 
 @pytest.mark.parametrize(
-    ("expected", "box", "recordings"),
+    ("expected", "connection", "recordings"),
     [
         ("22 2222", BOX, {}),
         ("2222 2222", "a 1 b 2222", {}),
         ("2222 2223", "a 1 b 2222", {"builder": "dracut"}),
+        ("22 2223", BOX, {"ssh_ports": "0.0.0.0:22\n0.0.0.0:2222\n"}),
+        ("22 2224", BOX, {"ssh_ports": "[::]:2222\n[::]:2223\n", "builder": "dracut"}),
         ("2200 2222", "", {"ssh_ports": "0.0.0.0:2200\n[::]:2200\n[::]:22 (Stream)"}),
         ("2022 2222", "", {"ssh_ports": "[::]:2022 (Stream)\n"}),
         ("22 222", BOX, {"own_options": "-p 222 -s -j -k"}),
@@ -155,19 +158,19 @@ def test_a_bridge_may_lead_to_virtual_machines_as_well() -> None:
     ],
 )
 def test_the_ports_are_the_owners_or_do_not_collide(
-    expected: str, box: str, recordings: dict[str, str]
+    expected: str, connection: str, recordings: dict[str, str]
 ) -> None:
-    known = facts(box, **recordings)
-    assert f"{known['system port']} {known['initrd port']}" == expected
+    assert " ".join(find(connection, **recordings).ports) == expected
 
 
 def test_forwarded_ports_are_no_ssh_server() -> None:
     """`ssh -X` and `ssh -R` make sshd listen, too, on the loopback interface."""
     text = 'LISTEN 0 128 127.0.0.1:6010 0.0.0.0:* users:(("sshd",pid=9,fd=7))\n'
     real = 'LISTEN 0 128 [::]:2200 [::]:* users:(("sshd",pid=7,fd=4))\n'
-    settings = prepare.SETTINGS["look"]["ssh ports"].partition("; systemctl")[0]
-    command = settings.replace("ss -Hltnp", f"printf '%s' '{text}{real}'")
-    assert subprocess.check_output(["sh", "-c", command]) == b"[::]:2200\n"
+    script = (CHECKOUT / "server/probes.sh").read_text()
+    tools = f"ss() {{ printf '%s' '{text}{real}'; }}; systemctl() {{ :; }}\n"
+    command = ["sh", "-c", tools + script, "probes.sh", "ssh_ports"]
+    assert subprocess.check_output(command) == b"[::]:2200\n"
 
 
 @pytest.mark.parametrize(
@@ -180,18 +183,60 @@ def test_forwarded_ports_are_no_ssh_server() -> None:
 )
 def test_the_disks_are_those_below_the_root(root: str, expected: str) -> None:
     table = "".join(f"{name} UUID=x none luks\n" for name in expected.split())
-    assert facts(root=root, crypttab=table)["disks"] == expected
+    assert find(root=root, crypttab=table).disks == expected.split()
 
 
-def test_other_disks_may_open_by_themselves_or_stay_closed() -> None:
-    for other in (
-        "/root/key luks",
-        "none luks,nofail",
-        "- noauto",
-        "none x-initrd.attach",
-    ):
-        table = f"{TABLE}data UUID=x {other}\n"
-        assert facts(crypttab=table)["disks"] == "vda2_crypt"
+@pytest.mark.parametrize(
+    ("builder", "other", "asks"),
+    [
+        ("initramfs-tools", "/root/key luks", False),
+        ("initramfs-tools", "none luks,nofail", False),
+        ("dracut", "- noauto", False),
+        ("initramfs-tools", "none luks,initramfs", True),
+        ("dracut", "none x-initrd.attach", True),
+    ],
+)
+def test_other_disks_open_by_themselves_stay_closed_or_ask_in_the_initrd(
+    builder: str, other: str, asks: bool
+) -> None:
+    """For that, each builder has an option of its own, and ignores the other's."""
+    facts = find(builder=builder, crypttab=f"{TABLE}data UUID=x {other}\n")
+    assert facts.disks == (["vda2_crypt", "data"] if asks else ["vda2_crypt"])
+
+
+def test_a_tpm_without_a_pin_opens_its_disk() -> None:
+    """Whether crypttab names it or the LUKS header alone. Debian's initrd has none."""
+    option = TABLE.replace("discard", "tpm2-device=auto")
+    for recordings in ({"crypttab": option}, {"tokens": RECORDED["tokens"]["TPM"]}):
+        assert find(builder="dracut", **recordings).tpm_disks == ["vda2_crypt"]
+        assert find(**recordings).tpm_disks == []
+    assert find(builder="dracut").tpm_disks == []
+    asks = find(tokens=RECORDED["tokens"]["TPM with a PIN"])
+    assert asks.tpm_disks == []
+
+
+def test_with_dracut_settings_of_initramfs_tools_do_not_count() -> None:
+    """They may be left over, even if dracut comes with an update-initramfs."""
+    facts = find(builder="dracut", own_ip="IP=off", own_options="-s -c /bin/x")
+    assert (facts.own_ip, facts.own_options) == ("", "")
+    assert facts.ports == ("22", "2222")
+
+
+def test_an_initrd_that_asks_for_an_address_may_stay_if_the_system_does_too() -> None:
+    network = "two cards, asked by the box"
+    for own_ip in ("IP=dhcp", "IP=:::::eth1:dhcp"):
+        assert find(network=network, own_ip=own_ip).own_ip == own_ip
+
+
+def test_boot_must_have_room_for_what_may_be_built() -> None:
+    """As measured: dracut's image for one computer had 21 MB, and the new one 58."""
+    images = [31_000_000, 30_000_000]
+    assert estimate_room("dracut", [21_000_000]) > 58_000_000 + (
+        58_000_000 - 21_000_000
+    )
+    assert estimate_room("initramfs-tools", images) < estimate_room("dracut", images)
+    one, two = (estimate_room("initramfs-tools", images[:n]) for n in (1, 2))
+    assert 36_000_000 + 5_000_000 < one < two - 5_000_000
 
 
 def test_the_kept_images_kernel_is_the_running_one() -> None:
@@ -203,8 +248,16 @@ def test_the_kept_images_kernel_is_the_running_one() -> None:
         ("6.1.0-9\n", "", "6.1.0-10"),
         ("6.1.0-2\n", "\ninitrd.img-6.1.0-1.before-waker\n", "6.1.0-1"),
     ):
-        known = facts(kernels=kernels, running=running, images=images + kept_before)
-        assert known["kept"] == expected
+        boot = images + kept_before
+        assert find(kernels=kernels, running=running, images=boot).kept == expected
+
+
+LUKS = "vda2_crypt UUID=x none luks,"
+
+
+def token(kind: str) -> str:
+    """Return the probe `tokens` for a disk with a token, of which little is known."""
+    return f'vda2_crypt {{"tokens": {{"0": {{"type": "{kind}"}}}}}}\n'
 
 
 REFUSALS = [
@@ -224,6 +277,10 @@ REFUSALS = [
     ("eth7:off', not 192", {"own_ip": f"IP='{STATIC[3:]}::eth7:off'\n"}),
     ("168.1.1:24, not 192", {"own_ip": "IP=192.168.1.20::192.168.1.1:24\n"}),
     ("ip=192.168.1.77:::, not 192.168.1.20", {"own_ip": "ip=192.168.1.77:::"}),
+    ("asks for an address (IP=dhcp)", {"own_ip": "IP=dhcp"}),
+    ("fixed: 192.168.1.20. Remove", {"own_ip": "ip=:::::eth0:dhcp"}),
+    ("/x.link gives eth0 another MAC", {"new_macs": "eth0 /x.link MACAddress=02::"}),
+    ("header of vda2_crypt cannot be", {"builder": "dracut", "tokens": "data {}"}),
     ("it has no SSH server", {"ssh_ports": ""}),
     ("tinyssh", {"packages": "tinyssh-initramfs install installed\n"}),
     ("no line of /etc/crypttab", {"crypttab": "other x none x"}),
@@ -231,6 +288,22 @@ REFUSALS = [
     ("keyscript opens", {"crypttab": "vda2_crypt x none luks,keyscript=/bin/x\n"}),
     ("it is not LUKS", {"crypttab": "vda2_crypt x none plain"}),
     ("data asks", {"crypttab": TABLE + "# x\n data UUID=x none luks\n"}),
+    ("add initramfs to", {"crypttab": TABLE + "data UUID=x none x-initrd.attach"}),
+    (
+        "add x-initrd.attach to",
+        {"crypttab": TABLE + "data UUID=x none initramfs", "builder": "dracut"},
+    ),
+    *(
+        (f"vda2_crypt asks for a {name} at", {"builder": "dracut", where: text})
+        for name, where, text in (
+            ("TPM with a PIN", "tokens", RECORDED["tokens"]["TPM with a PIN"]),
+            ("FIDO2 security key", "tokens", token("systemd-fido2")),
+            ("PKCS#11 smart card", "tokens", token("systemd-pkcs11")),
+            ("TPM with a PIN", "crypttab", f"{LUKS}tpm2-device=auto,tpm2-pin=yes"),
+            ("FIDO2 security key", "crypttab", f"{LUKS}fido2-device=auto"),
+            ("PKCS#11 smart card", "crypttab", f"{LUKS}pkcs11-uri=auto"),
+        )
+    ),
     ("has another command: /bin/x", {"own_options": "-p 2222 -c /bin/x"}),
     ("has another command: /bin/x", {"own_options": "-p 2222 -sjkc /bin/x"}),
     ("neither Debian nor", {"system": 'ID=fedora\nVARIANT_ID="debian"\n'}),
@@ -243,8 +316,8 @@ def test_a_server_that_waker_cannot_unlock_is_refused(
     reason: str, recordings: dict[str, str]
 ) -> None:
     """What was seen decides, before anything is changed."""
-    with pytest.raises(prepare.Refused, match=re.escape(reason)):
-        facts(box="", **recordings)
+    with pytest.raises(Refused, match=re.escape(reason)):
+        find(connection="", **recordings)
 
 
 # ---- What is written ----
@@ -281,8 +354,8 @@ def test_dracuts_network_is_that_of_one_card() -> None:
         'hostonly="no"',
         'add_drivers+=" vmxnet3 "',
     ]
-    assert f"{prepare.MODULE}/module-setup.sh" in text
-    assert text[f"{prepare.MODULE}/sshd_config"].startswith("Port 2222\n")
+    assert f"{MODULE}/module-setup.sh" in text
+    assert text[f"{MODULE}/sshd_config"].startswith("Port 2222\n")
     restricted = f'restrict,command="/usr/bin/cryptroot-unlock" {KEY}\n'
     assert text["/etc/initrd-ssh/authorized_keys"] == restricted
 
@@ -290,11 +363,11 @@ def test_dracuts_network_is_that_of_one_card() -> None:
 @pytest.mark.parametrize("builder", ["initramfs-tools", "dracut"])
 def test_settings_come_before_packages(builder: str) -> None:
     """And the kept image before all. Files in /etc, but keys, say who wrote them."""
-    known, texts = facts(builder=builder), plan(builder=builder)
-    kept = f"/boot/initrd.img-{known['kept']}.before-waker"
+    facts, texts = find(builder=builder), plan(builder=builder)
+    kept = f"/boot/initrd.img-{facts.kept}.before-waker"
     first, second, *files, one, other = texts
     assert [first, second] == [kept, "/boot/grub/custom.cfg"]
-    assert [one, other] == known["missing"].split()
+    assert [one, other] == facts.missing
     assert all(name.startswith("/") for name in files)
     assert not re.findall(r"@#?[a-z ]+@", "".join(texts.values()))
     for name in files:
@@ -359,7 +432,7 @@ def test_wakers_key_can_only_unlock_and_other_keys_stay(
 
 # It has Debian's initramfs-tools, and only lacks settings.
 LAYERS = """
-mkdir etc layers seen
+mkdir etc layers probed
 for folder in etc layers; do mount -t tmpfs none $folder; done
 (cd /etc; cp -a alternatives group ld.so.cache os-release passwd shells "$OLDPWD/etc")
 for place in etc usr var; do
@@ -378,7 +451,7 @@ echo ready
 exec sleep 1000
 """
 # What prepare.py looks at there itself, unless a test replaces it.
-REAL = ("crypttab", "own ip", "own options", "images", "grub", "menu")
+REAL = ("crypttab", "own_ip", "own_options", "images", "grub", "menu")
 
 
 @dataclass
@@ -387,7 +460,7 @@ class Server:
 
     folder: Path
     holder: int  # a process in its namespace
-    kernel: str = seen()["kernels"].strip()
+    kernel: str = probed()["kernels"].strip()
     image: str = f"/boot/initrd.img-{kernel}"
 
     def enter(self, command: str) -> list[str]:
@@ -427,9 +500,9 @@ class Server:
         self.path(name).chmod(mode)
 
     def set(self, **outputs: str) -> None:
-        """Set what commands of prepare.ini print."""
+        """Set what functions of probes.sh print."""
         for name, text in outputs.items():
-            (self.folder / "seen" / name.replace("_", " ")).write_text(text)
+            (self.folder / "probed" / name).write_text(text)
 
     def spoil(self, commands: str) -> None:
         """Let commands change what goes into later images."""
@@ -472,22 +545,21 @@ def server(tmp_path: Path) -> Iterator[Server]:
         need(program)
     shutil.copytree(CHECKOUT / "server", tmp_path / "server")
     shutil.copy(SERVERS / "mkinitramfs.sh", tmp_path)
-    settings = configparser.ConfigParser(interpolation=None)
-    settings.read(tmp_path / "server/prepare.ini")
-    for name, look in settings["look"].items():
-        told = f"'{tmp_path}/seen/{name}'"
-        settings["look"][name] = f"[ ! -e {told} ] || exec cat {told}; {look}"
-    settings["initramfs-tools"]["build"] = f"sh {tmp_path}/mkinitramfs.sh $0"
-    with (tmp_path / "server/prepare.ini").open("w") as file:
-        settings.write(file)
+    with (tmp_path / "server/probes.sh").open("r+") as file:
+        functions = file.read().removesuffix('"$1"\n')
+        told = f'"{tmp_path}/probed/$1"'
+        file.seek(0)
+        file.write(f'{functions}[ ! -e {told} ] || exec cat {told}\n"$1"\n')
+    build = f"#!/bin/sh\nexec sh {tmp_path}/mkinitramfs.sh $1\n"
+    (tmp_path / "server/initramfs-tools/build").write_text(build)
     command = [need("unshare"), "--mount", "sh", "-ec", LAYERS]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) as holder:
         try:
             assert holder.stdout
             assert holder.stdout.readline() == b"ready\n"
             server = Server(tmp_path, holder.pid)
-            known = {n: text for n, text in seen().items() if n not in REAL}
-            for name in facts()["missing"].split():
+            known = {n: text for n, text in probed().items() if n not in REAL}
+            for name in find().missing:
                 known["packages"] += f"{name} install installed\n"
             # A driver that is part of the kernel.
             server.set(**known | {"drivers": "eth0\n"})
@@ -525,7 +597,7 @@ def test_a_refusal_changes_nothing(server: Server) -> None:
         refuses(reason, arguments)
     server.run("mount -o remount,size=20M /boot")
     refuses(" MiB free")
-    server.set(**seen(images="vmlinuz-6.1.0-56-cloud-amd64\n"))
+    server.set(**probed(images="vmlinuz-6.1.0-56-cloud-amd64\n"))
     refuses("an initrd in /boot to keep")
     assert server.files() == before
 
@@ -549,14 +621,15 @@ def test_it_shows_what_it_will_do_and_asks(server: Server) -> None:
         terminal.answer("Go on? [y/N]", answer)
         assert terminal.end() == (answer == "n"), terminal.printed
     found, plan, result = re.split(r"This will:|Go on\?", terminal.printed)
-    assert "\n    card: eth0\n" in found
+    assert "\n    network card: eth0 (52:54:00:12:34:56), 192.168.1.20/24, r" in found
     assert f"\n    limit waker's key to unlocking, with a line in {KEYS}\n" in plan
-    assert "\n    build and examine the initrd of each kernel" in plan
+    assert "\n    examine the initrd of each kernel" in plan
+    assert "in minutes\n" in plan
     assert "\nWARNING: the driver of eth0 offers no Wake-on-LAN.\n" in result
     assert "\nPut these lines into waker.env:\nWAKER_HOMELAB_MAC=" in result
     server.write("/usr/sbin/ethtool", WAKES, 0o755)
     assert "WARNING" not in server.prepare()
-    assert f"\n    {KEYS}\n" in server.undo()
+    assert f"\n    take waker's key out of {KEYS}\n" in server.undo()
 
 
 def test_the_card_keeps_wake_on_lan_from_now_on(server: Server) -> None:
@@ -687,7 +760,7 @@ def test_a_server_of_waker_3_is_taken_over_and_given_back(server: Server) -> Non
         '#export DROPBEAR_OPTIONS="-p 2222 -s -j -k"',
     ]
     # Later, its address changes.
-    server.set(links=seen()["links"].replace('"192.168.1.20"', '"192.168.1.30"'))
+    server.set(links=probed()["links"].replace('"192.168.1.20"', '"192.168.1.30"'))
     server.cut_power(5)  # the record has the new file already
     assert server.read(CONF).splitlines()[2] == STATIC
     server.prepare()
@@ -699,6 +772,103 @@ def test_a_server_of_waker_3_is_taken_over_and_given_back(server: Server) -> Non
     assert server.read(CONF) == old[CONF]
     assert "Left:" not in server.undo()
     assert {name: server.read(name) for name in old} == old
+
+
+def test_a_server_of_waker_3_1_is_taken_over(server: Server) -> None:
+    """A comment that has changed needs no new image. Its record is understood."""
+    server.write(KEYS, f"{OWN_KEY}\n{KEY}\n")
+    bare = server.files_of_the_owner()
+    server.prepare()
+    old_mark = "# Written by waker's prepare.py. `make server UNDO=1` removes it."
+    rows = []
+    for change in json.loads(server.read(RECORD)):
+        kind, name, text, before = change.values()
+        if kind == "FILE":
+            text = text.replace(MARK, old_mark)
+            server.path(name).write_text(text)
+        if kind == "KEY":  # only the lines that it replaced
+            before = KEY
+        rows.append([kind, name, text, before or ""])
+    server.write(RECORD, json.dumps(rows))
+    server.run(f"sh ./mkinitramfs.sh {server.image}")
+    server.count_builds()
+    said = server.prepare()
+    assert server.count_builds() == 0
+    assert "The server is prepared." in said
+    assert server.read(CONF).startswith(MARK)
+    assert "Nothing was changed" in server.prepare()
+    assert "Left:" not in server.undo()
+    assert server.files_of_the_owner() == bare
+
+
+DAMAGED = ("[{", "{}", "[1]", "[{}]", '[["FILE", "/x"]]', '[["X", "/x", "", ""]]')
+
+
+@pytest.mark.parametrize("text", [*DAMAGED, '[["FILE", "/x", 1, ""]]'])
+def test_a_damaged_record_is_kept_and_named(server: Server, text: str) -> None:
+    server.write(RECORD, text)
+    before = server.files()
+    for arguments in (f"--yes '{KEY}'", "--yes --undo"):
+        said = server.prepare(arguments, check=False)
+        assert f"Nothing was changed on this server: {RECORD} is damaged" in said
+    assert server.files() == before
+
+
+def test_a_failure_is_a_sentence(server: Server) -> None:
+    before = server.files()
+    assert "unrecognized arguments: --und" in server.prepare("--yes --und", check=False)
+    assert server.files() == before
+    server.run(f"mkdir -p {CONF}.waker-new")
+    said = server.prepare(check=False)
+    assert f"FAILED: [Errno 21] Is a directory: '{CONF}.waker-new'\nThe ser" in said
+    server.run(f"rmdir {CONF}.waker-new")
+    server.prepare()
+
+
+def test_it_waits_while_others_install_packages(server: Server) -> None:
+    """As unattended upgrades do at night. Until then, nothing is changed."""
+    hold = (
+        "import fcntl, time; file = open('/var/lib/dpkg/lock-frontend', 'w');"
+        "fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); time.sleep(1000)"
+    )
+    holder = server.enter(f'exec /usr/bin/python3 -c "{hold}"')
+    with subprocess.Popen(holder, stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"\n"
+        before = server.files()
+        program = server.enter(f"exec env {PROGRAM} --yes '{KEY}'")
+        with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as waiting:
+            assert waiting.stdout
+            line = waiting.stdout.readline()
+            assert line == "Waiting for another program that installs packages.\n"
+            assert server.files() == before
+            process.kill()
+            assert "The server is prepared." in waiting.stdout.read()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        f"# me\f{OWN_KEY}\n",  # one comment, not an active key
+        f"# me\r{OWN_KEY}\n",
+        f"{OWN_KEY}\r\n{KEY}\r\n",
+        f"{KEY}\n{OWN_KEY}\n{KEY} again",
+        f"{OWN_KEY} \udcff\n",
+        "",
+    ],
+    ids=range(6),
+)
+def test_own_keys_stay_to_the_byte(server: Server, keys: str) -> None:
+    owners = keys.encode(errors="surrogateescape")
+    server.write(KEYS, "", 0o640)
+    server.path(KEYS).write_bytes(owners)
+    server.prepare()
+    lines = server.path(KEYS).read_bytes().split(b"\n")
+    assert LIMITED.strip().encode() in lines
+    assert all(KEY.encode() in line or line in lines for line in owners.split(b"\n"))
+    assert "Left:" not in server.undo()
+    assert server.path(KEYS).read_bytes() == owners
+    assert server.run(f"stat -c %a {KEYS}") == "640\n"
 
 
 def test_what_the_owner_has_changed_since_is_not_lost(server: Server) -> None:
@@ -736,11 +906,10 @@ def test_undo_removes_packages_but_not_what_opens_the_disk(server: Server) -> No
     server.write(CONF, f"{STATIC}\n")  # waker 3.0's
     server.prepare()
     server.run(f"rm {CONF}")
-    record = "/var/lib/waker-prepare/record.json"
-    rows = json.loads(server.read(record))
+    rows = json.loads(server.read(RECORD))
     needed = "cryptsetup-bin", "dropbear-bin"
-    rows += [["PACKAGE", name] for name in ("tcsh", *needed)]
-    server.write(record, json.dumps(rows))
+    rows += [{"kind": "PACKAGE", "name": name} for name in ("tcsh", *needed)]
+    server.write(RECORD, json.dumps(rows))
     for name in ("dropbear_rsa_host_key.pub", "own_host_key", "own_host_key.pub"):
         server.write(f"{DROPBEAR}/{name}", "x")
     server.write("/etc/initrd-ssh/host_key.pub", "x")  # of dracut's module
@@ -758,8 +927,19 @@ def test_undo_removes_packages_but_not_what_opens_the_disk(server: Server) -> No
     assert server.run("command -v tcsh", check=False) == ""
 
 
+def test_undo_leaves_no_dropbear_that_came_with_it(server: Server) -> None:
+    """If nobody else has a key there. So the key goes first."""
+    server.prepare()
+    rows = json.loads(server.read(RECORD))
+    rows.append({"kind": "PACKAGE", "name": "dropbear-bin"})
+    server.write(RECORD, json.dumps(rows))
+    assert "dropbear" not in server.undo().partition("Undone.")[2]
+    assert server.run("command -v dropbear", check=False) == ""
+
+
 # As apt-get of Debian 12 announces packages. It fails if its last argument is so.
 APT = """#!/bin/sh
+echo "$@" >>{folder}/asked
 case $* in *" {fails}") echo "E: why" >&2; exit 100 ;; esac
 echo "Inst libmnl0 [1.0.4-2] (1.0.4-3 Debian:12.12/oldstable [amd64])"
 echo "Inst ethtool (1:6.1-1 Debian:12.12/oldstable [amd64])"
@@ -768,22 +948,41 @@ echo "Inst ethtool (1:6.1-1 Debian:12.12/oldstable [amd64])"
 
 def test_packages_are_installed_before_an_image_is_built(server: Server) -> None:
     """What is only upgraded with them is not undone."""
-    packages = f"{seen()['packages']}dropbear-initramfs install installed\n"
+    packages = f"{probed()['packages']}dropbear-initramfs install installed\n"
     server.set(packages=packages)
     server.count_builds()
+
+    def let_fail(last: str) -> None:
+        apt = APT.format(fails=last, folder=server.folder)
+        server.write("/usr/bin/apt-get", apt, 0o755)
+
     for fails in ("--simulate", "ethtool"):
-        server.write("/usr/bin/apt-get", APT.format(fails=fails), 0o755)
+        let_fail(fails)
         said = server.prepare(MARKED, check=False)
         assert re.search("(?m)^FAILED: `apt-get .* ethtool.*` failed", said)
         assert "E: why" in said
         assert "waker-begin" not in said
     assert server.count_builds() == 0
-    server.write("/usr/bin/apt-get", APT.format(fails="update"), 0o755)
+    conf = server.path("/etc/etckeeper/etckeeper.conf")
+    conf.parent.mkdir()
+    for setting, hint in (("# ", False), ("", True)):  # it has aborted apt
+        conf.write_text(f"{setting}AVOID_COMMIT_BEFORE_INSTALL=1\n")
+        said = server.prepare(check=False)
+        assert ("First run `etckeeper commit`.\n" in said) == hint
+    let_fail("update")
+    (server.folder / "asked").unlink()
+    packages = packages.replace("cryptsetup-initramfs install installed\n", "")
+    server.set(packages=packages)
     said = server.prepare()  # it shows what apt says
     assert "\nE: why\n" in said
     assert "\nInst ethtool" in said
-    record = json.loads(server.read("/var/lib/waker-prepare/record.json"))
-    assert [name for kind, name, *_ in record if kind == "PACKAGE"] == ["ethtool"]
+    record = json.loads(server.read(RECORD))
+    assert [c["name"] for c in record if c["kind"] == "PACKAGE"] == ["ethtool"]
+    update, *installs = (server.folder / "asked").read_text().splitlines()
+    assert update.endswith("update")
+    assert len(installs) == 4  # each of two packages is tried first
+    for option in ("--no-remove", "Lock::Timeout=600", "Options::=--force-confold"):
+        assert all(option in line for line in installs)
 
 
 SPOILED = """
@@ -872,7 +1071,7 @@ def test_a_build_that_fails_leaves_no_file(tmp_path: Path) -> None:
         (tmp_path / name).write_text('#!/bin/sh\necho part >"$2"\nexit 1\n')
         (tmp_path / name).chmod(0o755)
     for builder in ("initramfs-tools", "dracut"):
-        build = ["sh", "-c", prepare.SETTINGS[builder]["build"], "image", "6.1"]
+        build = ["sh", f"{CHECKOUT}/server/{builder}/build", "image", "6.1"]
         path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
         assert subprocess.run(build, env=path, cwd=tmp_path, check=False).returncode
         assert not (tmp_path / "image").exists()
@@ -910,8 +1109,9 @@ def test_the_hook_lets_tries_of_the_owners_own_stay(server: Server) -> None:
 
 
 def test_it_needs_only_python() -> None:
-    text = (CHECKOUT / "server/prepare.py").read_text()
-    assert {*re.findall(r"(?m)^(?:import|from) (\w+)", text)} <= sys.stdlib_module_names
+    for path in CHECKOUT.glob("server/*.py"):
+        imported = {*re.findall(r"(?m)^(?:import|from) (\w+)", path.read_text())}
+        assert imported <= {*sys.stdlib_module_names, "facts"}
 
 
 # ---- The module of dracut ----
@@ -982,9 +1182,9 @@ COPIES = {  # files of the server by their place in the image
     "etc/systemd/network/00-lan.network": f"{SSH}/lan.network",
     "etc/initrd-ssh/authorized_keys": f"{SSH}/authorized_keys",
     "etc/initrd-ssh/host_key": f"{SSH}/host_key",
-    "etc/initrd-ssh/sshd_config": f"{prepare.MODULE}/sshd_config",
-    "usr/bin/cryptroot-unlock": f"{prepare.MODULE}/cryptroot-unlock",
-    "usr/bin/clean-card": f"{prepare.MODULE}/clean-card",
+    "etc/initrd-ssh/sshd_config": f"{MODULE}/sshd_config",
+    "usr/bin/cryptroot-unlock": f"{MODULE}/cryptroot-unlock",
+    "usr/bin/clean-card": f"{MODULE}/clean-card",
 }
 NEEDED = (
     *("systemd-cryptsetup", "sshd", "systemd-reply-password", "systemd-networkd"),
@@ -993,7 +1193,7 @@ NEEDED = (
 
 
 def test_dracuts_image_is_examined(server: Server) -> None:
-    """An image that was prepared and, after an undo, one that is bare."""
+    """An image that was prepared and one after an undo."""
     image = server.folder / "dracut"
     server.write("/usr/bin/lsinitrd", f"#!/bin/sh\ncp -a {image}/. .\n", 0o755)
     server.write("/boot/image", "")
@@ -1020,11 +1220,11 @@ def test_dracuts_image_is_examined(server: Server) -> None:
     for part in right.split(","):
         words = "its etc/crypttab does not have the right options"
         assert examine("prepared", options=part).startswith(words)
-    assert examine("bare", *COPIES, *NEEDED[1:]) == ""
-    assert "no systemd-cryptsetup" in examine("bare", *NEEDED)
+    assert examine("undone", *COPIES, *NEEDED[1:]) == ""
+    assert "no systemd-cryptsetup" in examine("undone", *NEEDED)
     for line, wrong in (("rd.luks.uuid=x", False), ("quiet", True)):
         (server.folder / "cmdline").write_text(line)
-        said = examine("bare", "etc/crypttab")
+        said = examine("undone", "etc/crypttab")
         assert ("etc/crypttab has no line for vda2_crypt" in said) == wrong
 
 

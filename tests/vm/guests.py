@@ -15,11 +15,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import IPv4Interface
 from pathlib import Path
 
 import prepare
 import pytest
 from conftest import CHECKOUT, PASSPHRASE, PROGRAM, blocks, need, need_root
+from facts import Card, Facts, Ports
 
 BUILD = Path(PROGRAM).with_name(".vm")
 SSH_KEY = BUILD / "ssh_key"
@@ -40,18 +42,8 @@ MODULE, LAN, BUILD_IT = blocks("docs/server.md", "## Fedora")
 MODULE = MODULE.partition("openssh-server\n")[2]
 LAN = LAN.replace("192.168.1.20", ADDRESS).replace("192.168.1.1", ROUTER)
 # What prepare.py finds out about the others.
-FACTS = {
-    "mac": MAC,
-    "card": "enp0s3",
-    "drivers": "virtio_net",
-    "host": ADDRESS,
-    "netmask": "255.255.255.0",
-    "router": ROUTER,
-    "own ip": "",
-    "own options": "",
-    "kept": "",
-    "missing": "",
-}
+LAN_ADDRESS = IPv4Interface(f"{ADDRESS}/24")
+CARD = Card("enp0s3", MAC, ["virtio_net"], LAN_ADDRESS, ROUTER, has_dhcp=False)
 
 # The kernel of Debian 13 crashes under the QEMU of Debian 12, so all run that of 12.
 # With busybox there, dracut may leave out bash, which is root's shell.
@@ -260,14 +252,15 @@ def with_initramfs_tools(guest: Guest, tree: Path) -> str:
     run_in(tree, "rm", host_key)
     run_in(tree, "dropbearkey", "-t", "ed25519", "-f", host_key)
     key = AUTHORIZED.read_text()
-    facts = {**FACTS, "initrd port": str(guest.port)}
+    ports = Ports("22", str(guest.port))
+    facts = Facts("initramfs-tools", [], [], CARD, ports, "", "", [], [], kept="")
     files = prepare.read_files("initramfs-tools")
     for _, path, text, _ in prepare.make_plan(facts, key, "", files)[1:]:
         is_key = path.endswith("/authorized_keys")
         write(tree / path[1:], key if is_key and not guest.forced else text)
         (tree / path[1:]).chmod(0o755 if text.startswith("#!") else 0o600)
     run_in(tree, "update-initramfs", "-u", "-k", "all")
-    command = prepare.SETTINGS["initramfs-tools"]["host key"]
+    command = (CHECKOUT / "server/initramfs-tools/host-key").read_text()
     return run_in(tree, "sh", "-ec", command)
 
 

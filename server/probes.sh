@@ -1,0 +1,105 @@
+#!/bin/sh
+# What prepare.py wants to know about the server: each function here is a probe. None
+# changes anything. One that finds nothing prints nothing.
+#
+#   probes.sh NAME [ADDRESS]    print what the probe NAME finds; ADDRESS is the box's
+
+box=${2-}
+
+system() { cat /etc/os-release; }
+
+# Package, whether it is wanted, whether it is installed.
+packages() { dpkg-query -Wf '${Package} ${db:Status-Want} ${db:Status-Status}\n'; }
+
+# ---- Disks ----
+
+file_systems() { findmnt -no FSTYPE -T /; findmnt -no FSTYPE -T /boot; }
+
+# What a folder is on, from its file system down to the disks: name, type, transport.
+layers() { findmnt -nvo SOURCES -T "$1" | xargs -r lsblk -nlso NAME,TYPE,TRAN; }
+
+disks() { layers /; layers /usr; }
+
+boot_disks() { layers /boot; }
+
+crypttab() { cat /etc/crypttab; }
+
+# Open LUKS disks: the name, and the header's metadata, among it tokens. LUKS1 has none.
+tokens() {
+    command -v cryptsetup >/dev/null || return
+    lsblk -nrpo NAME,PKNAME,TYPE | while read -r disk device type; do
+        [ "$type" = crypt ] || continue
+        header=$(cryptsetup luksDump --dump-json-metadata "$device") || header='{}'
+        echo "${disk##*/} $(echo "$header" | tr -d '\n')"
+    done
+}
+
+# ---- Network ----
+
+links() { ip -j -d address; }
+
+# The route to the box comes first.
+routes() {
+    case $box in *.*.*.*) ip -j -4 route get "$box" ;; esac
+    ip -j -4 route show default
+}
+
+# Physical cards, each with the kernel modules that drive it.
+drivers() {
+    for card in /sys/class/net/*; do
+        [ -e "$card/device" ] || continue
+        # shellcheck disable=SC2046 # as words of one line
+        echo "${card##*/}" $(readlink -e "$card/device/driver/module" \
+            "$card/phydev/driver/module")
+    done
+}
+
+wifi() { ls -d /sys/class/net/*/phy80211; }
+
+# Cards to which a .link file gives another MAC address: card, file, line.
+new_macs() {
+    for card in /sys/class/net/*; do
+        udevadm info --query=property "$card" |
+            sed -n 's/^ID_NET_LINK_FILE\(_DROPINS\)\{0,1\}=//p' | tr ':' '\n' |
+            xargs -r grep -HiE '^[[:space:]]*MACAddress(Policy=random|=.)' |
+            sed "s/^/${card##*/} /; s/:/ /"
+    done
+}
+
+# On the loopback interface, sshd forwards the ports of those who are logged in.
+ssh_ports() {
+    ss -Hltnp | sed -n '/"sshd"/s/^[^:]* \([^ ]*:[0-9]*\) .*/\1/p' |
+        grep -v '^127\.\|^\[::1\]'
+    systemctl show -P Listen ssh.socket
+}
+
+# ---- The initrd ----
+
+# The owner's address for Debian's initrd. conf.d/waker is prepare.py's, or waker 3.0's.
+own_ip() {
+    grep -o '\bip=[^ ]*' /proc/cmdline
+    find /etc/initramfs-tools/initramfs.conf /etc/initramfs-tools/conf.d -type f \
+        ! -name 'waker*' -exec grep -hE '^\s*IP=.' {} +
+}
+
+own_options() (
+    # shellcheck source=/dev/null
+    . /etc/dropbear/initramfs/dropbear.conf && echo "${DROPBEAR_OPTIONS-}"
+)
+
+# From the oldest to the newest.
+kernels() {
+    linux-version list | linux-version sort | while read -r kernel; do
+        [ ! -e "/lib/modules/$kernel" ] || echo "$kernel"
+    done
+}
+
+running() { uname -r; }
+
+images() { ls /boot; }
+
+grub() { cat /boot/grub/grub.cfg; }
+
+menu() { cat /boot/grub/custom.cfg; }
+
+"$1"
