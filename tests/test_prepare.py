@@ -871,6 +871,19 @@ def test_own_keys_stay_to_the_byte(server: Server, keys: str) -> None:
     assert server.run(f"stat -c %a {KEYS}") == "640\n"
 
 
+def test_ubuntus_initrd_leaves_nothing_to_netplan(server: Server) -> None:
+    """An image without that is built anew, if there is netplan."""
+    server.prepare()
+    server.count_builds()
+    server.write("/usr/sbin/netplan", "", 0o755)
+    script = "scripts/init-bottom/waker"
+    said = server.prepare(check=False)
+    assert f"its {script} differs" in said  # the stand-in for mkinitramfs has none
+    server.write("/run/netplan/eth0.yaml", "network: {}\n")
+    assert server.run(f"/etc/initramfs-tools/{script} prereqs; ls /run/netplan")
+    assert server.run(f"/etc/initramfs-tools/{script}; ls /run/netplan") == ""
+
+
 def test_what_the_owner_has_changed_since_is_not_lost(server: Server) -> None:
     """In what was written, in GRUB's menu, or beside waker's key."""
     menu, own_entry = "/boot/grub/custom.cfg", "menuentry 'mine' {\n}\n"
