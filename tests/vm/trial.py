@@ -70,10 +70,12 @@ class Trial:
         self.wait_for_shell()
         self.took(f"boot by hand {menu and 'with the kept image'}")
 
-    def wait_for(self, text: str, begin: int) -> None:
-        """Wait until the console shows a text, after so many characters."""
+    def wait_for(self, text: str, begin: int, count: int = 1) -> None:
+        """Wait until the console shows a text so often, after so many characters."""
         wait_for(
-            lambda: self.computer.console[begin:], lambda shown: text in shown, PATIENCE
+            lambda: self.computer.console[begin:].count(text),
+            lambda shown: shown >= count,
+            PATIENCE,
         )
 
     def wait_for_shell(self) -> None:
