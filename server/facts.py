@@ -1,7 +1,6 @@
-"""What decides how a server is prepared, or why it cannot be.
+"""Turn what probes.sh printed into facts, or refuse.
 
-Pure: facts follow from what the functions of probes.sh printed. Whatever waker could
-not unlock later is refused here, before anything is changed.
+Pure. Whatever waker could not unlock later is refused here, before anything is changed.
 """
 
 import json
@@ -24,11 +23,6 @@ TOKENS: Final = {  # in a LUKS header, by systemd-cryptenroll
     "systemd-tpm2": "TPM with a PIN",
 }
 
-MIB: Final = 1 << 20
-# How many times as large as the old image a new one may be. With dracut it is for any
-# computer, and the old one may be for this computer alone.
-GROWTH: Final = {"dracut": 3, "initramfs-tools": 1}
-MARGIN: Final = 20 * MIB  # for drivers and an SSH server
 
 Probed = dict[str, str]  # what each function of probes.sh printed
 
@@ -93,6 +87,13 @@ def find_builder(probed: Probed) -> str:
         if builder in wanted:
             return builder
     raise Refused("neither initramfs-tools nor dracut builds its initrd.")
+
+
+def check_kernels(probed: Probed) -> None:
+    """Refuse a kernel that is half installed: GRUB could start it without an initrd."""
+    half = r"(?m)^(linux-image-\S+) \S+ (?:unpacked|half-\S+|triggers-\S+)$"
+    if found := re.search(half, probed["packages"]):
+        raise Refused(f"{found[1]} is half installed. First run `dpkg --configure -a`.")
 
 
 def parse_crypttab(text: str) -> dict[str, Disk]:
@@ -203,7 +204,7 @@ def find_drivers(probed: Probed) -> dict[str, list[str]]:
 
 
 def find_only_card(bridge: str, cards: Iterable[str], links: dict[str, Link]) -> str:
-    """Find the physical card of a bridge, which is as good as that one."""
+    """Return the one physical card in a bridge."""
     found = [n for n in cards if links.get(n, {}).get("master") == bridge]
     if len(found) != 1:
         raise Refused(f"the bridge {bridge} has {len(found)} physical cards, not 1.")
@@ -212,7 +213,7 @@ def find_only_card(bridge: str, cards: Iterable[str], links: dict[str, Link]) ->
 
 def find_card(probed: Probed, wanted: str) -> Card:
     """Find the card that is wanted, or else the one that leads to the box, or out."""
-    links = {link["ifname"]: link for link in json.loads(probed["links"])}
+    links = {link["ifname"]: link for link in json.loads(probed["links"] or "[]")}
     drivers, routes = find_drivers(probed), find_routes(probed)
     if not wanted and not routes:
         raise Refused("it has no default route. Name the card with --interface.")
@@ -226,12 +227,13 @@ def find_card(probed: Probed, wanted: str) -> Card:
         raise Refused(f"{card} is Wi-Fi. Waking and unlocking need a cable.")
     if card not in drivers or links[card]["link_type"] != "ether":
         raise Refused(f"{card} is not a physical card. Name one: --interface.")
-    # The first route wins. An address that it does not use may be another service's.
+    # The first route wins. An address that it does not use may belong to a service.
     route: Link = {}
     for other in reversed([r for r in routes if r["dev"] == interface]):
         route |= other
     addresses = [a for a in links[interface]["addr_info"] if a["family"] == "inet"]
-    addresses.sort(key=lambda a: (a["local"] != route.get("prefsrc"), a["scope"]))
+    addresses.sort(key=lambda a: a["scope"] != "global")
+    addresses.sort(key=lambda a: a["local"] != route.get("prefsrc"))
     if not addresses:
         raise Refused(f"{interface} has no IPv4 address, and the initrd needs one.")
     return Card(
@@ -244,11 +246,12 @@ def find_card(probed: Probed, wanted: str) -> Card:
     )
 
 
-def check_new_mac(probed: Probed, card: Card) -> None:
-    """Refuse a card that gets another MAC address in Debian's initrd."""
-    for line in probed["new_macs"].splitlines():
-        name, file, _ = line.split(" ", 2)
-        if name == card.name:
+def check_link_mac(probed: Probed, card: Card) -> None:
+    """Refuse a card to which a .link file gives another MAC address in the initrd."""
+    for line in probed["link_macs"].splitlines():
+        name, file, setting = line.split(" ", 2)
+        mac = setting.partition("=")[2].strip().lower()
+        if name == card.name and mac != card.mac:
             raise Refused(f"{file} gives {name} another MAC address. Remove that.")
 
 
@@ -260,16 +263,17 @@ def find_own_ip(probed: Probed, card: Card) -> str:
     setting = probed["own_ip"].partition("\n")[0].strip()
     if not setting:
         return ""
-    right = f"{card.address.ip}::{card.router}:{card.address.netmask}"
-    address, *others = re.sub(r"^\w+=|[\"']", "", setting).split(":")
-    has_other_card = len(others) > 4 and others[4] not in ("", card.name)
-    has_address = address[:1].isdigit()
-    is_other = has_address and right not in setting
-    if address in ("off", "none") or has_other_card or is_other:
+    host, netmask = str(card.address.ip), str(card.address.netmask)
+    fields = re.sub(r"^\w+=|[\"']", "", setting).split(":")
+    address, _, router, mask, _, name, _ = (fields + [""] * 7)[:7]
+    is_right = (address, router, mask) == (host, card.router, netmask)
+    asks = not address[:1].isdigit() and address not in ("off", "none")
+    if name not in ("", card.name) or not (is_right or asks):
+        right = f"{host}::{card.router}:{netmask}"
         raise Refused(f"the initrd has {setting}, not {right}. Remove that.")
-    if not has_address and not card.has_dhcp:
+    if asks and not card.has_dhcp:
         problem = f"the initrd asks for an address ({setting}), but the system's is"
-        raise Refused(f"{problem} fixed: {card.address.ip}. Remove that.")
+        raise Refused(f"{problem} fixed: {host}. Remove that.")
     return setting
 
 
@@ -306,32 +310,23 @@ def find_ports(probed: Probed, builder: str, options: str, connection: str) -> P
 def find_kept(probed: Probed, kernels: Sequence[str]) -> str:
     """Find the kernel whose image is kept: the running one, or else the newest.
 
-    Once one is kept, no other is.
+    If a copy exists, stay with its kernel.
     """
     images = probed["images"].split()
-    works = [kernel for kernel in kernels if f"initrd.img-{kernel}" in images]
-    if not works:
+    with_image = [kernel for kernel in kernels if f"initrd.img-{kernel}" in images]
+    if not with_image:
         raise Refused("no installed kernel has an initrd in /boot to keep.")
-    for kernel in works:
+    for kernel in with_image:
         if f"initrd.img-{kernel}.before-waker" in images:
             return kernel
     running = probed["running"].strip()
-    return running if running in works else works[-1]
-
-
-def estimate_room(builder: str, sizes: Sequence[int]) -> int:
-    """Estimate how many bytes /boot must have free, to build all images anew.
-
-    `sizes` are those of the images in use, in bytes.
-    """
-    new = max(sizes) * GROWTH[builder] + MARGIN
-    # Each grows to that size, and one stands beside the image that it replaces.
-    return new * len(sizes) - sum(sizes) + new
+    return running if running in with_image else with_image[-1]
 
 
 def understand(probed: Probed, wanted_card: str, connection: str) -> Facts:
     """Turn what was probed into facts. Raises Refused."""
     builder = find_builder(probed)
+    check_kernels(probed)
     disks = find_disks(probed, builder)
     card = find_card(probed, wanted_card)
     tpm_disks: list[str] = []
@@ -339,7 +334,7 @@ def understand(probed: Probed, wanted_card: str, connection: str) -> Facts:
     if builder == "dracut":  # systemd, which knows tokens
         tpm_disks = find_tpm_disks(probed, disks)
     else:
-        check_new_mac(probed, card)
+        check_link_mac(probed, card)
         own_ip = find_own_ip(probed, card)
         own_options = find_own_options(probed)
     installed = re.findall(r"(?m)^(\S+) \S+ installed$", probed["packages"])

@@ -6,16 +6,22 @@ the initrd gets an address, an SSH server and waker's key, which can unlock and 
 else, and the network card keeps Wake-on-LAN on. Beside it are the files that it
 installs, with the paths that they have on the server.
 
-What happens to /boot, in this order:
+What happens to /boot:
 
-1. The image that works is copied, and GRUB's menu offers the copy if that can be done.
-2. Settings are written, then packages installed. Their scripts may build images, which
-   have the settings but were not examined.
-3. A new image is built for each kernel, beside the old one, and examined. Only if
-   nothing is wrong with it, it takes the old one's place, by a rename.
+1. The image of the running kernel is copied, and GRUB's menu gets an entry for the copy
+   if possible. Other kernels' images are not copied.
+2. Settings are written, and packages installed. With initramfs-tools, that builds the
+   newest kernel's image anew, with the settings but unexamined. With dracut, no image
+   is touched.
+3. For each kernel, the newest first, a new image is built elsewhere, examined, copied
+   beside the old one, and renamed over it.
 
-Whenever the power is cut, the server boots as before: with the old image, with one of
-those two kinds, or with the copy. Running this again finishes what was interrupted.
+Undo restores the settings and removes packages, which with initramfs-tools builds the
+newest image again. Then it does the same as step 3, and removes the copy last.
+
+After a power cut or a lost connection, every image in /boot is whole, and can open the
+disk at the screen. Only one from step 2 was not examined: if it should fail, choose the
+copy in GRUB's menu. Running the same command again finishes what was interrupted.
 """
 
 import argparse
@@ -27,30 +33,33 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, cast
 
 from facts import (
-    MIB,
     Facts,
     Probed,
     Refused,
+    check_kernels,
     describe,
-    estimate_room,
     find_builder,
     understand,
 )
 
 MARK: Final = "# Written by waker's prepare.py. `waker prepare --undo` removes it."
 RECORD: Final = Path("/var/lib/waker-prepare/record.json")
-UNFINISHED: Final = RECORD.with_name("unfinished")  # from the first change to the last
+UNFINISHED: Final = RECORD.with_name("unfinished")  # is there during a run
 MODULES: Final = Path("/usr/lib/dracut/modules.d")
 MENU: Final = "/boot/grub/custom.cfg"  # GRUB's own menu reads it
+ENTRY: Final = "The initrd from before waker"
 POSTRM: Final = "/etc/kernel/postrm.d/waker"
 UNIT: Final = "waker-wake.service"
 HERE: Final = Path(__file__).resolve().parent
+MIB: Final = 1 << 20
+MARGIN: Final = 20 * MIB  # by which an image grows: drivers and an SSH server
 LOCKS: Final = ("/var/lib/dpkg/lock-frontend", "/var/lib/dpkg/lock")
 LOCK_SECONDS: Final = 600  # unattended upgrades may take as long
 APT_UPDATE: Final = ("apt-get", "-q", "update")
@@ -59,39 +68,35 @@ APT: Final = (
     *(f"-oDPkg::Lock::Timeout={LOCK_SECONDS}", "-oDpkg::Options::=--force-confold"),
     "install",
 )
-# Packages that the encrypted disk, or a login, may need by now.
+# Never remove these: the disk, or a login, may depend on them.
 NEEDED: Final = "cryptsetup.*|dracut(-core)?|initramfs.*|openssh.*|systemd.*"
+HALF_DONE: Final = """\
+This is half done. Before you restart the server, run the same command again, or undo
+it. (If the server does not boot, choose the kept image in GRUB's menu.)"""
 ENVIRONMENT: Final = {
     "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
     "LC_ALL": "C.UTF-8",
     "DEBIAN_FRONTEND": "noninteractive",
     "NEEDRESTART_SUSPEND": "1",  # it would restart the SSH server
-    "INITRD": "No",  # or dracut's trigger would write over the image in use
+    # dracut's trigger must not write over the image in use. initramfs-tools ignores it.
+    "INITRD": "No",
 }
 
 
 class Failed(Exception):
-    """What went wrong while it was changed."""
+    """A step failed after the work had begun."""
 
 
 # ---- The plan: a list of changes, in order -------------------------------------------
 
 
 class Kind(enum.Enum):
-    """What a change does, in the question's words."""
+    """What a change does, in the words of the question."""
 
     COPY = "keep the image that works today as"
     FILE = "write"
     KEY = "limit waker's key to unlocking, with a line in"
     PACKAGE = "install"
-
-
-UNDOING: Final = {  # the same in the question of undo
-    Kind.COPY: "remove",
-    Kind.FILE: "take back",
-    Kind.KEY: "take waker's key out of",
-    Kind.PACKAGE: "remove, unless something needs it, the package",
-}
 
 
 class Change(NamedTuple):
@@ -104,12 +109,12 @@ class Change(NamedTuple):
 
     @property
     def is_spare(self) -> bool:
-        """It belongs to the image that is kept: first to come, last to go."""
+        """It keeps the old image bootable, so it is made first and undone last."""
         return self.name.startswith("/boot/") or self.name == POSTRM
 
     @property
     def is_in_image(self) -> bool:
-        """It changes images, so that new ones are needed."""
+        """It changes what goes into an image."""
         return not self.is_spare and not self.name.endswith(UNIT)
 
 
@@ -144,12 +149,15 @@ def make_menu(probed: Probed, kernel: str) -> str:
         line = rf"(?m)^(\s*initrd\s.*initrd\.img-{re.escape(kernel)})(?!\S)"
         entry, found = re.subn(line, r"\1.before-waker", body)
         if found:
-            return f"{MARK}\nmenuentry 'The initrd from before waker' {{\n{entry}}}\n"
+            return f"{MARK}\nmenuentry '{ENTRY}' {{\n{entry}}}\n"
     return ""
 
 
 def make_plan(facts: Facts, key: str, menu: str, files: dict[str, str]) -> list[Change]:
-    """Plan all, done already or not; settings first, so that no image lacks them.
+    """List every change in order, including those already made.
+
+    Settings come before packages, so that no image lacks them. With dracut, the setting
+    that asks for our module comes last: no image could be built before all is there.
 
     `key` is waker's public key, `menu` the text of GRUB's or "", and `files` are to be
     installed, by path, with words to fill in.
@@ -159,17 +167,20 @@ def make_plan(facts: Facts, key: str, menu: str, files: dict[str, str]) -> list[
     plan = [Change(Kind.COPY, f"{image}.before-waker", image)]
     if menu:
         plan.append(Change(Kind.FILE, MENU, menu))
+    last: list[Change] = []
     for path, template in files.items():
+        # sshd_config has no words, because docs/server.md has people copy the module.
         text = template.replace("Port 2222", "Port @initrd port@")
         text = re.sub("@([#a-z ]+)@", lambda found: words[found[1]], text)
         kind = Kind.KEY if path.endswith("/authorized_keys") else Kind.FILE
-        plan.append(Change(kind, path, text))
-    plan += [Change(Kind.PACKAGE, name) for name in facts.missing]
-    return plan
+        place = last if path.startswith("/etc/dracut.conf.d/") else plan
+        place.append(Change(kind, path, text))
+    packages = [Change(Kind.PACKAGE, name) for name in facts.missing]
+    return plan + packages + last
 
 
 # ---- Doors to the system -------------------------------------------------------------
-# Nothing else runs programs, or reads and writes files.
+# Only they run programs, and read and write files.
 
 
 def run(*command: str, check: bool = True, shown: bool = False) -> str:
@@ -187,27 +198,45 @@ def read(name: str | Path) -> str:
     return path.read_bytes().decode(errors="surrogateescape") if path.exists() else ""
 
 
-def put(path: Path) -> None:
+def name_new(path: Path) -> Path:
+    """Name the file that is written in full before it takes the place of another."""
+    return Path(f"{path}.waker-new")
+
+
+def put(new: Path, path: Path) -> None:
     """Put a new file in place: a power cut leaves the old one or the whole new one."""
-    run("sync", "-f", f"{path}.waker-new")  # -f, because GRUB reads no journal
-    Path(f"{path}.waker-new").rename(path)
+    run("sync", "-f", str(new))  # -f, because GRUB reads no journal
+    new.rename(path)
     run("sync", "-f", str(path.parent))
 
 
 def write(name: str | Path, text: str, mode: int) -> None:
-    path = Path(name).resolve()
+    path = Path(name).resolve()  # a link of the owner's stays a link
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(f"{path}.waker-new")
+    new = name_new(path)
     new.write_bytes(text.encode(errors="surrogateescape"))
     new.chmod(mode)
-    put(path)
+    put(new, path)
 
 
-def probe(address: str) -> Probed:
-    """Run every function of probes.sh. A probe that fails has found nothing."""
-    script = HERE / "probes.sh"
-    names = re.findall(r"(?m)^(\w+)\(\) [{(]", script.read_text())
-    return {n: run("sh", str(script), n, address, check=False) for n in names}
+def copy_image(source: Path, path: Path) -> None:
+    """Copy an image, for root alone: it may contain keys."""
+    new = name_new(path)
+    new.unlink(missing_ok=True)
+    new.touch(mode=0o600)
+    shutil.copyfile(source, new)
+    put(new, path)
+
+
+def probe(name: str, address: str = "") -> str:
+    """Run a function of probes.sh. One that fails has found nothing."""
+    return run("sh", str(HERE / "probes.sh"), name, address, check=False)
+
+
+def probe_all(address: str) -> Probed:
+    script = (HERE / "probes.sh").read_text()
+    names = re.findall(r"(?m)^(\w+)\(\) [{(]", script)
+    return {name: probe(name, address) for name in names}
 
 
 def read_files(builder: str) -> dict[str, str]:
@@ -258,7 +287,8 @@ def parse_change(row: object) -> Change:
         change = Change(Kind[word], name, text, before or None)
         if change.kind is Kind.KEY and before:  # ... and only the lines it took out
             change = change._replace(before=f"{before}\n")
-    if not all(isinstance(text, str) for text in (*change[1:3], change.before or "")):
+    texts = (change.name, change.text, change.before or "")
+    if not all(isinstance(text, str) for text in texts):
         raise TypeError
     return change
 
@@ -278,29 +308,26 @@ def read_record() -> list[Change]:
 
 
 def record_change(change: Change) -> None:
-    """Add a change to the record. Of one made again, what was there at first counts."""
+    """Add a change to the record. Of one made again, keep what was there at first."""
 
-    def place(change: Change) -> tuple[str, str]:
-        # Several keys may have come into the same file.
+    def identify(change: Change) -> tuple[str, str]:
+        # Each key in a file is a change of its own.
         return change.name, change.text if change.kind is Kind.KEY else ""
 
-    record = {place(old): old for old in read_record()}
-    first = record.get(place(change), change)
-    record[place(change)] = change._replace(before=first.before)
+    record = {identify(old): old for old in read_record()}
+    first = record.get(identify(change), change)
+    record[identify(change)] = change._replace(before=first.before)
     rows = [c._asdict() | {"kind": c.kind.name} for c in record.values()]
     write(RECORD, json.dumps(rows, indent=1), 0o600)
 
 
 # ---- Changes: for each kind, how it is made and how it is taken back -----------------
-# To take back returns what is left, or nothing. It may be done twice.
+# What takes a change back returns what it had to leave, or "". It may be done twice.
 
 
 def keep_image(change: Change) -> None:
     record_change(change)
-    # It may contain keys.
-    copy = 'umask 077; cat "$0" >"$1"'
-    run("sh", "-c", copy, change.text, f"{change.name}.waker-new")
-    put(Path(change.name))
+    copy_image(Path(change.text), Path(change.name))
 
 
 def drop_image(change: Change) -> str:
@@ -368,7 +395,7 @@ def release_key(change: Change) -> str:
     if now == put_key(before, change.text):
         restore(change)
         return ""
-    # You have changed the file since. Give back the lines that ours took the place of.
+    # The owner has changed the file since. Put back the lines that ours replaced.
     ours, lines = change.text.rstrip("\n"), now.split("\n")
     old = [line for line in before.split("\n") if has_key(line, key)]
     if ours in lines:
@@ -381,7 +408,7 @@ def release_key(change: Change) -> str:
 
 
 def install_package(change: Change) -> None:
-    # Others come along. Those that are upgraded have their version in brackets.
+    # Others come along. Only those that are new have no older version in brackets.
     coming = run(*APT, change.name, "--simulate")
     for name in re.findall(r"(?m)^Inst (\S+) \(", coming):
         record_change(Change(Kind.PACKAGE, name))
@@ -390,7 +417,7 @@ def install_package(change: Change) -> None:
     except Failed as error:
         keeper = read("/etc/etckeeper/etckeeper.conf")
         if re.search(r"(?m)^\s*AVOID_COMMIT_BEFORE_INSTALL=[\"']?1", keeper):
-            raise Failed(f"{error}First run `etckeeper commit`.") from None
+            raise Failed(f"{error}\nFirst run `etckeeper commit`.") from None
         raise
     if change.name == "dropbear-initramfs":
         print("(There is no need to check ip=: the initrd's address is set.)")
@@ -403,8 +430,10 @@ def remove_packages(names: Sequence[str]) -> list[str]:
     if read(keys / "authorized_keys"):  # which has the owner's keys
         keep += "|dropbear.*"
     gone = [name for name in names if not re.fullmatch(keep, name)]
-    # Unlike apt, dpkg leaves what others need.
-    run("dpkg", "--purge", *gone, check=False)
+    if (
+        gone
+    ):  # at once, because some need others. Unlike apt, dpkg leaves what is needed
+        run("dpkg", "--purge", *gone, check=False)
     # Debian 13's dropbear-initramfs leaves the public keys that it made.
     for public in keys.glob("*_host_key.pub"):
         if not public.with_suffix("").exists():
@@ -414,16 +443,29 @@ def remove_packages(names: Sequence[str]) -> list[str]:
 
 
 def is_done(change: Change) -> bool:
-    now = read(change.name) if change.kind in (Kind.FILE, Kind.KEY) else ""
     match change.kind:
         case Kind.COPY:
             return Path(change.name).exists()
         case Kind.FILE:
-            return now == change.text
+            return read(change.name) == change.text
         case Kind.KEY:
+            now = read(change.name)
             return now == put_key(now, change.text)
         case Kind.PACKAGE:
             return False  # the plan has those that are missing
+
+
+def describe_undo(change: Change) -> str:
+    match change.kind:
+        case Kind.COPY:
+            return f"remove {change.name}"
+        case Kind.FILE:
+            verb = "remove" if change.before is None else "restore"
+            return f"{verb} {change.name}"
+        case Kind.KEY:
+            return f"take waker's key out of {change.name}"
+        case Kind.PACKAGE:
+            return f"remove the package {change.name}, unless something needs it"
 
 
 def make(change: Change) -> None:
@@ -438,21 +480,19 @@ def make(change: Change) -> None:
             install_package(change)
 
 
-def take_back(changes: Sequence[Change]) -> list[str]:
-    """Take changes back, the last one first; returns what is left."""
-    left: list[str] = []
-    for change in reversed(changes):
-        if change.kind is not Kind.PACKAGE:  # which go together
-            Path(f"{change.name}.waker-new").unlink(missing_ok=True)
-        match change.kind:
-            case Kind.COPY:
-                left.append(drop_image(change))
-            case Kind.FILE:
-                left.append(restore_file(change))
-            case Kind.KEY:
-                left.append(release_key(change))
-    left += remove_packages([c.name for c in changes if c.kind is Kind.PACKAGE])
-    return [what for what in left if what]
+def take_back(change: Change) -> str:
+    """Undo a change, but for packages, which go together. Returns what is left."""
+    if change.kind is not Kind.PACKAGE:  # of an interruption
+        name_new(Path(change.name)).unlink(missing_ok=True)
+    match change.kind:
+        case Kind.COPY:
+            return drop_image(change)
+        case Kind.FILE:
+            return restore_file(change)
+        case Kind.KEY:
+            return release_key(change)
+        case Kind.PACKAGE:
+            return ""
 
 
 # ---- Images --------------------------------------------------------------------------
@@ -474,47 +514,70 @@ def examine(image: str, kernel: str, needs: Needs) -> list[str]:
     return run("sh", str(HERE / "examine"), *given).splitlines()
 
 
+def replace_image(kernel: str, needs: Needs) -> None:
+    """Build and examine an image, and put it in place. Raises Failed, without harm."""
+    image = Path(f"/boot/initrd.img-{kernel}")
+    # Elsewhere, because nobody knows how large it will be, and /boot may be small.
+    with tempfile.TemporaryDirectory(prefix="waker.", dir="/var/tmp") as folder:
+        new = Path(folder, image.name)
+        run("sh", str(HERE / needs.builder / "build"), str(new), kernel)
+        if wrong := examine(str(new), kernel, needs):
+            raise Failed(f"the new {image} is not used: {'; '.join(wrong)}.")
+        size = new.stat().st_size
+        if shutil.disk_usage("/boot").free < size:
+            need = f"/boot needs {size // MIB + 1} MiB free for the new {image.name}."
+            raise Failed(f"{need} Remove an old kernel.")
+        copy_image(new, image)
+
+
 def build(kernel: str, needs: Needs) -> None:
-    """Build an image, unless it is right. Raises Failed, without harm, if it is not."""
+    """Replace a kernel's image, unless it is right already. Raises Failed."""
     image = f"/boot/initrd.img-{kernel}"
     if examine(image, kernel, needs):
         print(f"Building and examining {image}, which may take minutes.", flush=True)
-        new = f"{image}.waker-new"
-        run("sh", str(HERE / needs.builder / "build"), new, kernel)
-        if wrong := examine(new, kernel, needs):
-            Path(new).unlink()
-            raise Failed(f"the new {image} is not used: {'; '.join(wrong)}.")
-        put(Path(image))
-    for hooks in Path("/etc/initramfs").glob("post-update.d"):  # some boot loaders have
-        run("run-parts", f"--arg={kernel}", f"--arg={image}", str(hooks))  # copies
+        replace_image(kernel, needs)
+    hooks = Path("/etc/initramfs/post-update.d")
+    if hooks.is_dir():  # some boot loaders keep copies of images
+        run("run-parts", f"--arg={kernel}", f"--arg={image}", str(hooks))
+
+
+def find_left_over() -> list[Path]:
+    """Find new files that an interruption left in /boot."""
+    return [path for path in Path("/boot").glob("*.waker-new") if path.is_file()]
 
 
 def check_room(facts: Facts) -> None:
-    """Refuse a /boot that is too small for what is to be built."""
-    images = [Path(f"/boot/initrd.img-{kernel}") for kernel in facts.kernels]
-    sizes = [path.stat().st_size if path.exists() else 0 for path in images]
-    need = estimate_room(facts.builder, sizes)
+    """Refuse a /boot that is surely too small."""
     kept = Path(f"/boot/initrd.img-{facts.kept}")
+    size = kept.stat().st_size
+    need = size + MARGIN * len(facts.kernels)  # one stands beside the one it replaces
     if not Path(f"{kept}.before-waker").exists():
-        need += kept.stat().st_size
+        need += size
     left = sum(path.stat().st_size for path in find_left_over())
     if shutil.disk_usage("/boot").free + left < need:
         raise Refused(f"/boot needs {need // MIB} MiB free. Remove an old kernel.")
 
 
-def find_left_over() -> list[Path]:
-    """Find files that an interruption left in /boot."""
-    return [path for path in Path("/boot").glob("*.waker-new") if path.is_file()]
-
-
 # ---- Commands ------------------------------------------------------------------------
+
+
+def ask() -> str:
+    """Ask at the terminal; returns the answer, or nothing if there is no terminal."""
+    try:
+        with Path("/dev/tty").open("w") as terminal:
+            terminal.write("Go on? [y/N] ")
+        with Path("/dev/tty").open() as terminal:
+            return terminal.readline()
+    except OSError:
+        return ""
 
 
 def agree(title: str, lines: Sequence[str], *, yes: bool) -> None:
     """Show what will be done, and ask unless the answer is given. Raises Refused."""
-    print(title, *(f"    {line}" for line in lines), sep="\n")
-    how = 'printf "Go on? [y/N] " >/dev/tty; read -r answer </dev/tty; echo "$answer"'
-    if not yes and run("sh", "-c", how, check=False)[:1] not in ("y", "Y"):
+    print(title, *(f"    {line}" for line in lines), sep="\n", flush=True)
+    if yes:
+        return
+    if not ask().startswith(("y", "Y")):
         raise Refused("you did not answer y. Without a terminal, use --yes.")
 
 
@@ -524,9 +587,8 @@ def show_settings(facts: Facts, nonce: str) -> None:
     if not re.search("Wake-on: .*g", run("ethtool", card.name, check=False)):
         print(f"WARNING: the driver of {card.name} offers no Wake-on-LAN.")
     if card.has_dhcp:
-        problem = "or it may get another one"
-        print(f"TO DO: in your router, reserve {card.address.ip} for {card.mac},")
-        print(f"    {problem}.")
+        reserve = f"reserve {card.address.ip} for {card.mac} in your router"
+        print(f"TO DO: {reserve}. Otherwise, it may change.")
     host_key = run("sh", str(HERE / facts.builder / "host-key")).strip()
     settings = {
         "WAKER_HOMELAB_MAC": card.mac,
@@ -545,30 +607,34 @@ def show_settings(facts: Facts, nonce: str) -> None:
 
 
 def find_work(plan: Sequence[Change]) -> list[Change]:
-    """Return what is left to do. Raises Refused rather than lose an owner's changes."""
+    """Return what is left to do. Refuse to write over what the owner has changed.
+
+    After an interruption, a file may still be older than the record.
+    """
     todo = [change for change in plan if not is_done(change)]
-    files = [change.name for change in todo if change.kind is Kind.FILE]
-    if UNFINISHED.exists():  # the record may have what was not written yet
+    if UNFINISHED.exists():
         return todo
+    files = [change.name for change in todo if change.kind is Kind.FILE]
     for old in read_record():
         if old.name in files and read(old.name) not in ("", old.text, old.before):
             raise Refused(f"{old.name} has your changes. Move them, and delete it.")
     return todo
 
 
-def carry_out(todo: Sequence[Change]) -> None:
-    """Make changes. Until the images are right, the work is unfinished."""
+def begin() -> None:
+    """Wait for others. From now on, the work is unfinished until images are right."""
+    wait_for_packages()
     write(UNFINISHED, "", 0o600)
     for path in find_left_over():
         path.unlink()
+
+
+def carry_out(todo: Sequence[Change]) -> None:
     packages = [change for change in todo if change.kind is Kind.PACKAGE]
     for change in todo:
-        if change not in packages:
-            make(change)
-    if packages:
-        run("dpkg", "--configure", "-a", shown=True)  # after an interruption
-        run(*APT_UPDATE, check=False, shown=True)  # a source may be broken
-    for change in packages:
+        if change in packages[:1]:
+            run("dpkg", "--configure", "-a", shown=True)  # after an interruption
+            run(*APT_UPDATE, check=False, shown=True)  # a source may be broken
         make(change)
     run("systemctl", "enable", UNIT)
     run("systemctl", "restart", UNIT, check=False)
@@ -596,16 +662,20 @@ def prepare(probed: Probed, options: argparse.Namespace) -> None:
         print("WARNING: the kept image gets no entry in GRUB's menu. Note its name.")
     lines = [f"{change.kind.value} {change.name}" for change in todo]
     if not is_right or any(change.is_in_image for change in todo):
-        lines.append("build the initrd of each kernel that needs a new one, in minutes")
+        lines.append(
+            "build a new initrd for each kernel that needs one, which takes minutes"
+        )
     lines.append("examine the initrd of each kernel")
     agree("This will:", lines, yes=options.yes)
-    wait_for_packages()
 
+    begin()
     carry_out(todo)
-    for kernel in reversed(facts.kernels):  # the one that boots comes first
+    for kernel in reversed(probe("kernels").split()):  # the one that boots comes first
         build(kernel, needs)
     UNFINISHED.unlink()
     print("The server is prepared. The initrd of each kernel was examined.")
+    if menu:
+        print(f"If it does not boot, choose '{ENTRY}' in GRUB's menu.")
     show_settings(facts, options.nonce)
 
 
@@ -613,26 +683,34 @@ def undo(probed: Probed, options: argparse.Namespace) -> None:
     record = read_record()
     if not record:
         raise Refused("there is nothing to undo.")
-    # Whatever opens them by now.
+    check_kernels(probed)
+    # Every disk below /, however it is opened.
     disks = re.findall(r"(?m)^(\S+) +crypt\b", probed["disks"])
     needs = Needs("undone", find_builder(probed), disks)
-    lines = [f"{UNDOING[change.kind]} {change.name}" for change in reversed(record)]
-    lines.append("build and examine the initrd of each kernel, which takes minutes")
+    record.reverse()
+    lines = [describe_undo(change) for change in record]
+    lines.append(
+        "build a new initrd for each kernel that needs one, which takes minutes"
+    )
     agree("This will undo the preparation:", lines, yes=options.yes)
-    wait_for_packages()
 
+    begin()
     run("dpkg", "--configure", "-a", shown=True)
     run("systemctl", "disable", "--now", UNIT, check=False)
-    left = take_back([change for change in record if not change.is_spare])
-    for kernel in probed["kernels"].split():
+    packages = [change.name for change in record if change.kind is Kind.PACKAGE]
+    left = [take_back(change) for change in record if not change.is_spare]
+    # The key is gone by now, so dropbear may stay only for the owner's.
+    left += remove_packages(packages)
+    for kernel in reversed(probe("kernels").split()):
         build(kernel, needs)
-    left += take_back([change for change in record if change.is_spare])
+    left += [take_back(change) for change in record if change.is_spare]
     left += map(str, Path("/etc/initrd-ssh").glob("host_key*"))
     for module in MODULES.glob("*initrd-ssh*"):
-        run("rmdir", str(module), check=False)
+        if not any(module.iterdir()):
+            module.rmdir()
     shutil.rmtree(RECORD.parent)
     print("Undone. The initrd of each kernel was examined.")
-    for what in left:
+    for what in filter(None, left):
         print(f"Left: {what}.")
 
 
@@ -658,16 +736,18 @@ def main() -> None:
         if os.geteuid():
             raise Refused("run it as root, with sudo or su.")
         wait_for_packages()
-        probed = probe(options.ssh_connection.partition(" ")[0])
-        (undo if options.undo else prepare)(probed, options)
+        probed = probe_all(options.ssh_connection.partition(" ")[0])
+        if options.undo:
+            undo(probed, options)
+        else:
+            prepare(probed, options)
     except Refused as error:
         sys.exit(f"Nothing was changed on this server: {error}")
     except (Failed, OSError, KeyboardInterrupt) as error:
-        problem = str(error) or "stopped."
-        sys.exit(
-            f"FAILED: {problem}\nThe server boots as before. Run this again to finish"
-            " it, or undo it."
-        )
+        print(f"FAILED: {str(error) or 'stopped.'}", file=sys.stderr)
+        if UNFINISHED.exists():
+            sys.exit(HALF_DONE)
+        sys.exit("Nothing was changed on this server.")
 
 
 if __name__ == "__main__":

@@ -15,12 +15,14 @@ packages() { dpkg-query -Wf '${Package} ${db:Status-Want} ${db:Status-Status}\n'
 
 file_systems() { findmnt -no FSTYPE -T /; findmnt -no FSTYPE -T /boot; }
 
-# What a folder is on, from its file system down to the disks: name, type, transport.
-layers() { findmnt -nvo SOURCES -T "$1" | xargs -r lsblk -nlso NAME,TYPE,TRAN; }
+# What / and /usr are on, from the file system down to the disks: name, type, transport.
+disks() {
+    for folder in / /usr; do
+        findmnt -nvo SOURCES -T $folder | xargs -r lsblk -nlso NAME,TYPE,TRAN
+    done
+}
 
-disks() { layers /; layers /usr; }
-
-boot_disks() { layers /boot; }
+boot_disks() { findmnt -nvo SOURCES -T /boot | xargs -r lsblk -nlso NAME,TYPE,TRAN; }
 
 crypttab() { cat /etc/crypttab; }
 
@@ -56,13 +58,17 @@ drivers() {
 
 wifi() { ls -d /sys/class/net/*/phy80211; }
 
-# Cards to which a .link file gives another MAC address: card, file, line.
-new_macs() {
+# Cards to which a .link file gives a MAC address: card, file, setting. (In the section
+# [Match], the same word only tells which cards the file is for.)
+link_macs() {
+    # shellcheck disable=SC2016 # awk's variables
     for card in /sys/class/net/*; do
         udevadm info --query=property "$card" |
             sed -n 's/^ID_NET_LINK_FILE\(_DROPINS\)\{0,1\}=//p' | tr ':' '\n' |
-            xargs -r grep -HiE '^[[:space:]]*MACAddress(Policy=random|=.)' |
-            sed "s/^/${card##*/} /; s/:/ /"
+            xargs -r awk -v card="${card##*/}" '
+                /^ *\[/ { is_link = /\[Link\]/ }
+                is_link && /^ *MACAddress(Policy *= *random| *=)/ { print card, FILENAME, $0 }
+            '
     done
 }
 

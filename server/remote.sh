@@ -13,10 +13,11 @@ trap 'rm -rf "$folder"' EXIT
 trap 'exit 1' HUP INT TERM
 echo @FILES@ | base64 -d | tar -xzo -C "$folder" || exit
 
-set -- python3 "$folder/prepare.py" @ARGUMENTS@
+# -B: root would leave a folder that this user cannot remove.
+set -- python3 -B "$folder/prepare.py" @ARGUMENTS@
 if [ "$(id -u)" = 0 ]; then
     "$@"
-# This alone finds out whether the user may use sudo, which then remembers the password.
+# Only sudo knows whether this user may use it. It then remembers the password.
 elif command -v sudo >/dev/null && sudo true; then
     sudo "$@"
 else # a Debian without sudo has a root password
