@@ -156,9 +156,20 @@ def list_tokens(disk: Disk) -> list[Token]:
     if "pkcs11-uri" in values:
         tokens.append({"type": "systemd-pkcs11"})
     if "tpm2-device" in values:
-        has_pin = values.get("tpm2-pin") in ("1", "yes", "y", "true", "t", "on")
+        pin = values.get("tpm2-pin", "no").lower()
+        has_pin = pin in ("1", "yes", "y", "true", "t", "on")
         tokens.append({"type": "systemd-tpm2", "tpm2-pin": has_pin})
     return tokens
+
+
+def check_options(probed: Probed, disks: Sequence[Disk]) -> None:
+    """Refuse options with which systemd does not ask once, or not as crypttab says."""
+    if "rd.luks.options=" in probed["kernel_options"]:
+        raise Refused("the kernel has rd.luks.options=. Move them to /etc/crypttab.")
+    for disk in disks:
+        for option in disk.options:
+            if option.partition("=")[0] in ("headless", "verify"):
+                raise Refused(f"{disk.name} has the option {option}. Remove that.")
 
 
 def find_tpm_disks(probed: Probed, disks: Sequence[Disk]) -> list[str]:
@@ -169,7 +180,7 @@ def find_tpm_disks(probed: Probed, disks: Sequence[Disk]) -> list[str]:
     headers = dict(line.split(" ", 1) for line in probed["tokens"].splitlines())
     found: list[str] = []
     for disk in disks:
-        if disk.name not in headers:
+        if not headers.get(disk.name):
             problem = f"the LUKS header of {disk.name} cannot be read."
             raise Refused(f"{problem} Install cryptsetup, and open the disk.")
         header = json.loads(headers[disk.name])
@@ -264,10 +275,13 @@ def find_own_ip(probed: Probed, card: Card) -> str:
     if not setting:
         return ""
     host, netmask = str(card.address.ip), str(card.address.netmask)
-    fields = re.sub(r"^\w+=|[\"']", "", setting).split(":")
-    address, _, router, mask, _, name, _ = (fields + [""] * 7)[:7]
+    fields = setting.removeprefix("IP=").split(":") + [""] * 6
+    address, _, router, mask, _, name, protocol = fields[:7]
     is_right = (address, router, mask) == (host, card.router, netmask)
-    asks = not address[:1].isdigit() and address not in ("off", "none")
+    if address[:1].isdigit():
+        asks = protocol not in ("", "off", "none", "static")
+    else:
+        asks = (protocol or address) not in ("off", "none", "done")
     if name not in ("", card.name) or not (is_right or asks):
         right = f"{host}::{card.router}:{netmask}"
         raise Refused(f"the initrd has {setting}, not {right}. Remove that.")
@@ -300,10 +314,9 @@ def find_ports(probed: Probed, builder: str, options: str, connection: str) -> P
     if options:
         port = re.search(r"(?:^|\s)-[a-zA-Z]*?p\s*(?:\S*:)?([0-9]+)", options)
         return Ports(system, port[1] if port else "22")
-    taken = {*found}
-    if builder == "initramfs-tools":
-        taken.remove(system)  # waker can tell dropbear from OpenSSH
-    free = (str(port) for port in range(2222, 2300) if str(port) not in taken)
+    if builder == "initramfs-tools":  # waker can tell dropbear from OpenSSH
+        return Ports(system, "2222")
+    free = (str(port) for port in range(2222, 2300) if str(port) not in found)
     return Ports(system, next(free))
 
 
@@ -331,7 +344,8 @@ def understand(probed: Probed, wanted_card: str, connection: str) -> Facts:
     card = find_card(probed, wanted_card)
     tpm_disks: list[str] = []
     own_ip = own_options = ""
-    if builder == "dracut":  # systemd, which knows tokens
+    if builder == "dracut":  # systemd asks, and knows tokens
+        check_options(probed, disks)
         tpm_disks = find_tpm_disks(probed, disks)
     else:
         check_link_mac(probed, card)

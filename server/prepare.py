@@ -264,39 +264,79 @@ def is_locked() -> bool:
 
 
 def wait_for_packages() -> None:
-    """Wait while another program installs packages. Raises Refused if it takes long."""
+    """Wait while another program installs packages. Raises Failed if it takes long."""
     ends = time.monotonic() + LOCK_SECONDS
     if is_locked():
         print("Waiting for another program that installs packages.", flush=True)
     while is_locked():
         if time.monotonic() > ends:
-            raise Refused(f"another program holds {LOCKS[0]}. Try again later.")
+            raise Failed(f"another program holds {LOCKS[0]}. Try again later.")
         time.sleep(1)
+
+
+# ---- Keys in authorized_keys ---------------------------------------------------------
+# Bytes that are no UTF-8, and odd line ends, stay as they are.
+
+
+def find_key(line: str) -> str:
+    """Return the key in a line of ours, which ends with it and a word of comment."""
+    *_, key, _ = line.split()
+    return key
+
+
+def has_key(line: str, key: str) -> bool:
+    return key in line and not line.lstrip().startswith("#")
+
+
+def put_key(text: str, line: str) -> str:
+    """Put a line in the place of those with the same key; all others stay."""
+    key, lines = find_key(line), text.removesuffix("\n").split("\n")
+    places = [n for n, old in enumerate(lines) if has_key(old, key)]
+    if len(places) == 1 and 'cryptroot-unlock"' in lines[places[0]]:
+        return text  # the owner's own limits may be stricter
+    if not places:
+        end = "\n" if text and not text.endswith("\n") else ""
+        return f"{text}{end}{line}"
+    kept = [old for n, old in enumerate(lines) if n not in places]
+    kept.insert(places[0], line.rstrip("\n"))
+    return "\n".join(kept) + "\n"
 
 
 # ---- The record ----------------------------------------------------------------------
 # A change is in it before it is made.
 
 
+def update_change(change: Change) -> Change:
+    """Translate an entry by version 3. It had "" for what was not there.
+
+    Of keys, it kept only the lines that it had replaced.
+    """
+    before = change.before or None
+    if before and change.kind is Kind.KEY:
+        before += "\n"
+    return change._replace(before=before)
+
+
 def parse_change(row: object) -> Change:
     """Parse an entry of the record. Raises ValueError, KeyError, TypeError."""
+    values = row
     if isinstance(row, dict):
-        change = Change(**row | {"kind": Kind[row["kind"]]})
-    else:  # by version 3, which had "" for what was not there, ...
-        word, name, text, before = cast("list[str]", row)
-        change = Change(Kind[word], name, text, before or None)
-        if change.kind is Kind.KEY and before:  # ... and only the lines it took out
-            change = change._replace(before=f"{before}\n")
-    texts = (change.name, change.text, change.before or "")
-    if not all(isinstance(text, str) for text in texts):
+        values = [row[field] for field in Change._fields]
+    word, name, text, before = cast("list[str]", values)
+    if not all(isinstance(value, str) for value in (word, name, text, before or "")):
         raise TypeError
-    return change
+    change = Change(Kind[word], name, text, before)
+    if change.kind is Kind.KEY:
+        find_key(text)
+    return change if isinstance(row, dict) else update_change(change)
 
 
 def read_record() -> list[Change]:
     """Read the changes that were begun. Raises Refused."""
+    if not RECORD.exists():
+        return []
     try:
-        rows = json.loads(read(RECORD) or "[]")
+        rows = json.loads(read(RECORD))
         if not isinstance(rows, list):
             raise TypeError
         return [parse_change(row) for row in rows]
@@ -359,29 +399,6 @@ def restore_file(change: Change) -> str:
     return ""
 
 
-def find_key(line: str) -> str:
-    (key,) = re.findall("AAAA[^ ]+", line)
-    return str(key)
-
-
-def has_key(line: str, key: str) -> bool:
-    return key in line and not line.lstrip().startswith("#")
-
-
-def put_key(text: str, line: str) -> str:
-    """Put a line in the place of those with the same key; all others stay."""
-    key, lines = find_key(line), text.removesuffix("\n").split("\n")
-    places = [n for n, old in enumerate(lines) if has_key(old, key)]
-    if len(places) == 1 and 'cryptroot-unlock"' in lines[places[0]]:
-        return text  # the owner's own limits may be stricter
-    if not places:
-        end = "\n" if text and not text.endswith("\n") else ""
-        return f"{text}{end}{line}"
-    kept = [old for n, old in enumerate(lines) if n not in places]
-    kept.insert(places[0], line.rstrip("\n"))
-    return "\n".join(kept) + "\n"
-
-
 def limit_key(change: Change) -> None:
     path = Path(change.name)
     before = read(path) if path.exists() else None
@@ -392,6 +409,8 @@ def limit_key(change: Change) -> None:
 
 def release_key(change: Change) -> str:
     now, before, key = read(change.name), change.before or "", find_key(change.text)
+    if now == before:
+        return ""
     if now == put_key(before, change.text):
         restore(change)
         return ""
@@ -417,7 +436,8 @@ def install_package(change: Change) -> None:
     except Failed as error:
         keeper = read("/etc/etckeeper/etckeeper.conf")
         if re.search(r"(?m)^\s*AVOID_COMMIT_BEFORE_INSTALL=[\"']?1", keeper):
-            raise Failed(f"{error}\nFirst run `etckeeper commit`.") from None
+            hint = "If etckeeper refused it, first run `etckeeper commit`."
+            raise Failed(f"{error}\n{hint}") from None
         raise
     if change.name == "dropbear-initramfs":
         print("(There is no need to check ip=: the initrd's address is set.)")
@@ -433,6 +453,7 @@ def remove_packages(names: Sequence[str]) -> list[str]:
     if (
         gone
     ):  # at once, because some need others. Unlike apt, dpkg leaves what is needed
+        wait_for_packages()
         run("dpkg", "--purge", *gone, check=False)
     # Debian 13's dropbear-initramfs leaves the public keys that it made.
     for public in keys.glob("*_host_key.pub"):
@@ -633,6 +654,7 @@ def carry_out(todo: Sequence[Change]) -> None:
     packages = [change for change in todo if change.kind is Kind.PACKAGE]
     for change in todo:
         if change in packages[:1]:
+            wait_for_packages()
             run("dpkg", "--configure", "-a", shown=True)  # after an interruption
             run(*APT_UPDATE, check=False, shown=True)  # a source may be broken
         make(change)
@@ -682,11 +704,12 @@ def prepare(probed: Probed, options: argparse.Namespace) -> None:
 def undo(probed: Probed, options: argparse.Namespace) -> None:
     record = read_record()
     if not record:
+        UNFINISHED.unlink(missing_ok=True)
         raise Refused("there is nothing to undo.")
     check_kernels(probed)
     # Every disk below /, however it is opened.
-    disks = re.findall(r"(?m)^(\S+) +crypt\b", probed["disks"])
-    needs = Needs("undone", find_builder(probed), disks)
+    disks = dict.fromkeys(re.findall(r"(?m)^(\S+) +crypt\b", probed["disks"]))
+    needs = Needs("undone", find_builder(probed), [*disks])
     record.reverse()
     lines = [describe_undo(change) for change in record]
     lines.append(

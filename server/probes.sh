@@ -26,13 +26,17 @@ boot_disks() { findmnt -nvo SOURCES -T /boot | xargs -r lsblk -nlso NAME,TYPE,TR
 
 crypttab() { cat /etc/crypttab; }
 
-# Open LUKS disks: the name, and the header's metadata, among it tokens. LUKS1 has none.
+# Open LUKS disks: the name, and the header's metadata, with its tokens. LUKS1 has none.
 tokens() {
-    command -v cryptsetup >/dev/null || return
     lsblk -nrpo NAME,PKNAME,TYPE | while read -r disk device type; do
         [ "$type" = crypt ] || continue
-        header=$(cryptsetup luksDump --dump-json-metadata "$device") || header='{}'
-        echo "${disk##*/} $(echo "$header" | tr -d '\n')"
+        printf '%s ' "${disk##*/}"
+        if cryptsetup isLuks --type luks1 "$device"; then
+            printf '{}'
+        else
+            cryptsetup luksDump --dump-json-metadata "$device" | tr -d '\n'
+        fi
+        echo
     done
 }
 
@@ -81,12 +85,21 @@ ssh_ports() {
 
 # ---- The initrd ----
 
-# The owner's address for Debian's initrd. conf.d/waker is prepare.py's, or waker 3.0's.
-own_ip() {
-    grep -o '\bip=[^ ]*' /proc/cmdline
-    find /etc/initramfs-tools/initramfs.conf /etc/initramfs-tools/conf.d -type f \
-        ! -name 'waker*' -exec grep -hE '^\s*IP=.' {} +
-}
+# The owner's address for Debian's initrd, which reads its settings and the kernel's in
+# this order. conf.d/waker is prepare.py's, or waker 3.0's.
+own_ip() (
+    IP=
+    for file in /etc/initramfs-tools/initramfs.conf /etc/initramfs-tools/conf.d/*; do
+        case $file in */waker*) continue ;; esac
+        # shellcheck source=/dev/null
+        [ ! -f "$file" ] || . "$file"
+    done
+    read -r line </proc/cmdline
+    for word in $line; do
+        case $word in ip=*) IP=${word#ip=} ;; esac
+    done
+    [ ! "$IP" ] || echo "IP=$IP"
+)
 
 own_options() (
     # shellcheck source=/dev/null
@@ -101,6 +114,8 @@ kernels() {
 }
 
 running() { uname -r; }
+
+kernel_options() { cat /proc/cmdline; }
 
 images() { ls /boot; }
 

@@ -57,7 +57,7 @@ lint: $(VENV)/done ## run ruff, mypy and shellcheck
 	$(BIN)/mypy waker.py box tests server
 	shellcheck tests/enter $(addprefix server/dracut/46initrd-ssh/,\
 		clean-card cryptroot-unlock module-setup.sh) \
-		server/dracut/99initrd-ssh-crypttab/module-setup.sh $(addprefix server/,\
+		server/dracut/99initrd-ssh-last/module-setup.sh $(addprefix server/,\
 		probes.sh examine */build */host-key system/etc/kernel/postrm.d/waker \
 		initramfs-tools/etc/initramfs-tools/scripts/init-bottom/waker)
 	shellcheck --shell=dash waker.init server/remote.sh box/raspberry-pi/vendor-data \

@@ -147,7 +147,7 @@ def test_a_bridge_may_lead_to_virtual_machines_as_well() -> None:
         ("22 2222", BOX, {}),
         ("2222 2222", "a 1 b 2222", {}),
         ("2222 2223", "a 1 b 2222", {"builder": "dracut"}),
-        ("22 2223", BOX, {"ssh_ports": "0.0.0.0:22\n0.0.0.0:2222\n"}),
+        ("22 2222", BOX, {"ssh_ports": "0.0.0.0:22\n0.0.0.0:2222\n"}),
         ("22 2224", BOX, {"ssh_ports": "[::]:2222\n[::]:2223\n", "builder": "dracut"}),
         ("2200 2222", "", {"ssh_ports": "0.0.0.0:2200\n[::]:2200\n[::]:22 (Stream)"}),
         ("2022 2222", "", {"ssh_ports": "[::]:2022 (Stream)\n"}),
@@ -163,14 +163,30 @@ def test_the_ports_are_the_owners_or_do_not_collide(
     assert " ".join(find(connection, **recordings).ports) == expected
 
 
+def run_probe(name: str, tools: str) -> str:
+    """Run a function of probes.sh with others in place of programs."""
+    script = tools + (CHECKOUT / "server/probes.sh").read_text()
+    return subprocess.check_output(["sh", "-c", script, "probes.sh", name], text=True)
+
+
 def test_forwarded_ports_are_no_ssh_server() -> None:
     """`ssh -X` and `ssh -R` make sshd listen, too, on the loopback interface."""
     text = 'LISTEN 0 128 127.0.0.1:6010 0.0.0.0:* users:(("sshd",pid=9,fd=7))\n'
     real = 'LISTEN 0 128 [::]:2200 [::]:* users:(("sshd",pid=7,fd=4))\n'
-    script = (CHECKOUT / "server/probes.sh").read_text()
     tools = f"ss() {{ printf '%s' '{text}{real}'; }}; systemctl() {{ :; }}\n"
-    command = ["sh", "-c", tools + script, "probes.sh", "ssh_ports"]
-    assert subprocess.check_output(command) == b"[::]:2200\n"
+    assert run_probe("ssh_ports", tools) == "[::]:2200\n"
+
+
+def test_a_link_file_may_choose_a_card_by_its_mac_address(tmp_path: Path) -> None:
+    """Only the section Link gives a card another one."""
+    file = tmp_path / "a.link"
+    tools = f"udevadm() {{ case $3 in */lo) echo ID_NET_LINK_FILE={file} ;; esac; }}\n"
+    file.write_text("[Match]\nMACAddress=52:54\n[Link]\nMACAddressPolicy=none\n")
+    assert run_probe("link_macs", tools) == ""
+    file.write_text("[Match]\nMACAddress=52:54\n[Link]\n MACAddress = 02:01\n")
+    assert run_probe("link_macs", tools) == f"lo {file}  MACAddress = 02:01\n"
+    same = "eth0 /x.link MACAddress=52:54:00:12:34:56"
+    assert find(link_macs=same) == find()
 
 
 @pytest.mark.parametrize(
@@ -241,6 +257,7 @@ def test_the_kept_images_kernel_is_the_running_one() -> None:
         assert find(kernels=kernels, running=running, images=boot).kept == expected
 
 
+RD_OPTIONS = "quiet rd.luks.options=fido2-device=auto"
 HALF = "linux-image-6.1.0-9 install half-configured\n"
 LUKS = "vda2_crypt UUID=x none luks,"
 
@@ -264,11 +281,16 @@ REFUSALS = [
     ("on the network", {"disks": "cryptroot crypt \nnbd0 disk \n"}),
     (f"the initrd has IP=off, not {STATIC[3:]}", {"own_ip": "IP=off\n"}),
     ("has IP=192.168.1.77, not 192.168.1.20", {"own_ip": "IP=192.168.1.77\n"}),
-    ("eth7:off', not 192", {"own_ip": f"IP='{STATIC[3:]}::eth7:off'\n"}),
+    ("eth7:off, not 192", {"own_ip": f"{STATIC}::eth7:off\n"}),
     ("168.1.1:24, not 192", {"own_ip": "IP=192.168.1.20::192.168.1.1:24\n"}),
-    ("ip=192.168.1.77:::, not 192.168.1.20", {"own_ip": "ip=192.168.1.77:::"}),
+    ("IP=192.168.1.77:::, not 192.168.1.20", {"own_ip": "IP=192.168.1.77:::"}),
     ("asks for an address (IP=dhcp)", {"own_ip": "IP=dhcp"}),
-    ("fixed: 192.168.1.20. Remove", {"own_ip": "ip=:::::eth0:dhcp"}),
+    ("fixed: 192.168.1.20. Remove", {"own_ip": "IP=:::::eth0:dhcp"}),
+    ("eth0:dhcp), but the system's", {"own_ip": f"{STATIC}::eth0:dhcp"}),
+    ("the initrd has IP=::::::off, not", {"own_ip": "IP=::::::off"}),
+    ("has rd.luks.options=", {"builder": "dracut", "kernel_options": RD_OPTIONS}),
+    ("the option headless=1", {"builder": "dracut", "crypttab": LUKS + "headless=1"}),
+    ("the option verify.", {"builder": "dracut", "crypttab": LUKS + "verify"}),
     ("/x.link gives eth0 another MAC", {"link_macs": "eth0 /x.link MACAddress = 02::"}),
     ("linux-image-6.1.0-9 is half", {"packages": HALF + probed()["packages"]}),
     ("header of vda2_crypt cannot be", {"builder": "dracut", "tokens": "data {}"}),
@@ -721,11 +743,15 @@ def test_an_interruption_is_undone_or_finished(server: Server, moment: int) -> N
     assert server.run(f"sha256sum <{image}.before-waker") == old
     assert "Nothing was changed" in server.prepare()
 
-    server.cut_power(1 + moment % 4, "--yes --undo")
+    server.cut_power(3 + moment % 4, "--yes --undo")
+    assert "Nothing was changed" not in server.prepare()
+    assert server.run("systemctl is-enabled waker-wake") == "enabled\n"
+    server.cut_power(3 + moment % 4, "--yes --undo")
     said = server.undo()
     assert "Undone" in said
     assert "Left:" not in said
     assert server.files_of_the_owner() == bare
+    assert server.run(f"ls {image}*") == f"{image}\n"
 
 
 def test_a_server_of_waker_3_is_taken_over_and_given_back(server: Server) -> None:
@@ -796,7 +822,10 @@ def test_a_server_of_waker_3_1_is_taken_over(server: Server) -> None:
     assert server.files_of_the_owner() == bare
 
 
-DAMAGED = ("[{", "{}", "[1]", "[{}]", '[["FILE", "/x"]]', '[["X", "/x", "", ""]]')
+DAMAGED = (
+    *("", "[{", "{}", "[1]", "[{}]", '[["FILE", "/x"]]', '[["X", "/x", "", ""]]'),
+    '[["KEY", "/x", "", ""]]',
+)
 
 
 @pytest.mark.parametrize("text", [*DAMAGED, '[["FILE", "/x", 1, ""]]'])
@@ -849,9 +878,10 @@ def test_it_waits_while_others_install_packages(server: Server) -> None:
         f"{OWN_KEY}\r\n{KEY}\r\n",
         f"{KEY}\n{OWN_KEY}\n{KEY} again",
         f"{OWN_KEY} \udcff\n",
+        f"{KEY}\n{LIMITED}",
         "",
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_own_keys_stay_to_the_byte(server: Server, keys: str) -> None:
     owners = keys.encode(errors="surrogateescape")
@@ -861,9 +891,24 @@ def test_own_keys_stay_to_the_byte(server: Server, keys: str) -> None:
     lines = server.path(KEYS).read_bytes().split(b"\n")
     assert LIMITED.strip().encode() in lines
     assert all(KEY.encode() in line or line in lines for line in owners.split(b"\n"))
+    server.spoil("rm sbin/cryptsetup")  # so undo is run twice
+    assert "FAILED" in server.undo(check=False)
+    server.spoil("")
     assert "Left:" not in server.undo()
     assert server.path(KEYS).read_bytes() == owners
     assert server.run(f"stat -c %a {KEYS}") == "640\n"
+
+
+def test_the_last_setting_of_the_address_counts(server: Server) -> None:
+    """As in the initrd: that of the kernel, or else of the last file."""
+    folder, look = "/etc/initramfs-tools", "sh server/probes.sh own_ip"
+    server.write(f"{folder}/initramfs.conf", "MODULES=most\nIP=dhcp\n")
+    assert server.run(look) == "IP=dhcp\n"
+    server.write(f"{folder}/conf.d/own", "export IP='192.168.1.9'  # mine\n")
+    server.write(CONF, f"{STATIC}\n")
+    assert server.run(look) == "IP=192.168.1.9\n"
+    (server.folder / "cmdline").write_text("quiet ip=off\n")
+    assert server.run(look) == "IP=off\n"
 
 
 def test_ubuntus_initrd_leaves_nothing_to_netplan(server: Server) -> None:
@@ -906,6 +951,11 @@ def test_what_the_owner_has_changed_since_is_not_lost(server: Server) -> None:
     assert server.read(menu).startswith(own_entry)
 
 
+def package(name: str) -> dict[str, str | None]:
+    """Return an entry of the record."""
+    return {"kind": "PACKAGE", "name": name, "text": "", "before": None}
+
+
 def test_undo_removes_packages_but_not_what_opens_the_disk(server: Server) -> None:
     """Nor what lets its owner do that with another key."""
     need("tcsh")
@@ -916,7 +966,7 @@ def test_undo_removes_packages_but_not_what_opens_the_disk(server: Server) -> No
     server.run(f"rm {CONF}")
     rows = json.loads(server.read(RECORD))
     needed = "cryptsetup-bin", "dropbear-bin"
-    rows += [{"kind": "PACKAGE", "name": name} for name in ("tcsh", *needed)]
+    rows += map(package, ("tcsh", *needed))
     server.write(RECORD, json.dumps(rows))
     for name in ("dropbear_rsa_host_key.pub", "own_host_key", "own_host_key.pub"):
         server.write(f"{DROPBEAR}/{name}", "x")
@@ -939,7 +989,7 @@ def test_undo_leaves_no_dropbear_that_came_with_it(server: Server) -> None:
     """If nobody else has a key there. So the key goes first."""
     server.prepare()
     rows = json.loads(server.read(RECORD))
-    rows.append({"kind": "PACKAGE", "name": "dropbear-bin"})
+    rows.append(package("dropbear-bin"))
     server.write(RECORD, json.dumps(rows))
     assert "dropbear" not in server.undo().partition("Undone.")[2]
     assert server.run("command -v dropbear", check=False) == ""
@@ -976,7 +1026,7 @@ def test_packages_are_installed_before_an_image_is_built(server: Server) -> None
     for setting, hint in (("# ", False), ("", True)):  # it has aborted apt
         conf.write_text(f"{setting}AVOID_COMMIT_BEFORE_INSTALL=1\n")
         said = server.prepare(check=False)
-        assert ("\nFirst run `etckeeper commit`.\n" in said) == hint
+        assert ("\nIf etckeeper refused it, first run `etckee" in said) == hint
     let_fail("update")
     (server.folder / "asked").unlink()
     packages = packages.replace("cryptsetup-initramfs install installed\n", "")
@@ -1198,9 +1248,10 @@ def test_dracuts_module_refuses_an_image_that_nobody_can_unlock(server: Server) 
 
 
 SSH = "/etc/initrd-ssh"
+LAST = f"{prepare.MODULES}/99initrd-ssh-last"
 COPIES = {  # files of the server by their place in the image
     "etc/systemd/network/00-lan.network": f"{SSH}/lan.network",
-    "etc/systemd/network/01-others.network": f"{MODULE}/others.network",
+    "etc/systemd/network/01-others.network": f"{LAST}/others.network",
     "etc/initrd-ssh/authorized_keys": f"{SSH}/authorized_keys",
     "etc/initrd-ssh/host_key": f"{SSH}/host_key",
     "etc/initrd-ssh/sshd_config": f"{MODULE}/sshd_config",
@@ -1311,7 +1362,7 @@ def clean(folder: Path, most: int, *, close: bool) -> dict[str, str]:
         assert text.count(old) == 1
         text = text.replace(old, new)
     (folder / "clean-card").write_text(text)
-    shutil.copy(CHECKOUT / "server/dracut/46initrd-ssh/others.network", folder)
+    shutil.copy(CHECKOUT / "server/dracut/99initrd-ssh-last/others.network", folder)
     with hosts(1) as (server,), contextlib.ExitStack() as connection:
         listener = server.run(lambda: socket.create_server(("", 2222)))
         client = server.run(lambda: socket.create_connection(("127.0.0.1", 2222)))

@@ -92,7 +92,7 @@ check() {
 }
 
 depends() {
-    echo systemd-cryptsetup systemd-networkd initrd-ssh-crypttab
+    echo systemd-cryptsetup systemd-networkd initrd-ssh-last
 }
 
 install() {
@@ -101,7 +101,7 @@ install() {
     inst_multiple cat ip sed sleep systemctl systemd-ask-password \
         "$systemdutildir/systemd-reply-password"
     mkdir -p "$initdir/etc/initrd-ssh" "$initdir/etc/cmdline.d"
-    print_crypttab >"$initdir/etc/initrd-ssh/crypttab" # for initrd-ssh-crypttab
+    print_crypttab >"$initdir/etc/initrd-ssh/crypttab" # for initrd-ssh-last
     print_arrays >"$initdir/etc/cmdline.d/46initrd-ssh.conf"
     [[ -s /etc/initrd-ssh/host_key ]] || {
         rm -f /etc/initrd-ssh/host_key
@@ -118,9 +118,6 @@ install() {
     for name in host_key host_key.pub authorized_keys; do
         inst_simple "/etc/initrd-ssh/$name"
     done
-    # They come before dracut's own, and those that systemd makes of the kernel's ip=.
-    inst_simple /etc/initrd-ssh/lan.network /etc/systemd/network/00-lan.network
-    inst_simple "$moddir/others.network" /etc/systemd/network/01-others.network
     inst_simple "$moddir/sshd_config" /etc/initrd-ssh/sshd_config
     inst_simple "$moddir/clean-card" /usr/bin/clean-card
     for name in initrd-ssh clean-card; do
