@@ -818,6 +818,9 @@ def test_a_server_of_waker_3_1_is_taken_over(server: Server) -> None:
     assert "The server is prepared." in said
     assert server.read(CONF).startswith(MARK)
     assert "Nothing was changed" in server.prepare()
+    server.spoil("rm sbin/cryptsetup")  # so undo is run twice
+    assert "FAILED" in server.undo(check=False)
+    server.spoil("")
     assert "Left:" not in server.undo()
     assert server.files_of_the_owner() == bare
 
