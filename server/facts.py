@@ -17,14 +17,17 @@ PACKAGES: Final = {
 # The option in crypttab with which a disk that / does not need is opened in the initrd.
 ATTACH: Final = {"dracut": "x-initrd.attach", "initramfs-tools": "initramfs"}
 NOT_LUKS: Final = ("keyscript=", "plain", "tcrypt", "bitlk")  # how such options begin
-TOKENS: Final = {  # in a LUKS header, by systemd-cryptenroll
-    "systemd-fido2": "FIDO2 security key",
-    "systemd-pkcs11": "PKCS#11 smart card",
-    "systemd-tpm2": "TPM with a PIN",
+TOKENS: Final = {  # in a LUKS header, by systemd-cryptenroll: what a person must have
+    "systemd-fido2": "a FIDO2 security key",
+    "systemd-pkcs11": "a PKCS#11 smart card",
+    "systemd-tpm2": "a TPM's PIN",
 }
 
+# ---- Values --------------------------------------------------------------------------
 
 Probed = dict[str, str]  # what each function of probes.sh printed
+Token = dict[str, Any]  # as in the JSON of a LUKS header
+Link = dict[str, Any]  # as `ip -json` prints links, addresses and routes
 
 
 class Refused(Exception):
@@ -37,10 +40,6 @@ class Disk(NamedTuple):
     name: str
     key: str
     options: list[str]
-
-
-def asks(disk: Disk) -> bool:
-    return disk.key in ("none", "-")
 
 
 class Card(NamedTuple):
@@ -76,6 +75,9 @@ class Facts(NamedTuple):
     kept: str  # the kernel whose image is kept
 
 
+# ---- Packages and kernels ------------------------------------------------------------
+
+
 def find_builder(probed: Probed) -> str:
     if not re.search(r"(?m)^ID(_LIKE)?=.*\bdebian\b", probed["system"]):
         raise Refused("it is neither Debian nor one of its relatives.")
@@ -94,6 +96,29 @@ def check_kernels(probed: Probed) -> None:
     half = r"(?m)^(linux-image-\S+) \S+ (?:unpacked|half-\S+|triggers-\S+)$"
     if found := re.search(half, probed["packages"]):
         raise Refused(f"{found[1]} is half installed. First run `dpkg --configure -a`.")
+
+
+def find_kept(probed: Probed, kernels: Sequence[str]) -> str:
+    """Find the kernel whose image is kept: the running one, or else the newest.
+
+    If a copy exists, stay with its kernel.
+    """
+    images = probed["images"].split()
+    with_image = [kernel for kernel in kernels if f"initrd.img-{kernel}" in images]
+    if not with_image:
+        raise Refused("no installed kernel has an initrd in /boot to keep.")
+    for kernel in with_image:
+        if f"initrd.img-{kernel}.before-waker" in images:
+            return kernel
+    running = probed["running"].strip()
+    return running if running in with_image else with_image[-1]
+
+
+# ---- Disks ---------------------------------------------------------------------------
+
+
+def asks(disk: Disk) -> bool:
+    return disk.key in ("none", "-")
 
 
 def parse_crypttab(text: str) -> dict[str, Disk]:
@@ -144,9 +169,6 @@ def find_disks(probed: Probed, builder: str) -> list[Disk]:
     return disks
 
 
-Token = dict[str, Any]  # as in the JSON of a LUKS header
-
-
 def list_tokens(disk: Disk) -> list[Token]:
     """List the tokens that the options of a disk name."""
     values = dict(option.partition("=")[::2] for option in disk.options)
@@ -190,11 +212,11 @@ def find_tpm_disks(probed: Probed, disks: Sequence[Disk]) -> list[str]:
             if kind == "systemd-tpm2" and not token.get("tpm2-pin"):
                 found.append(disk.name)
             elif kind in TOKENS:
-                raise Refused(f"{disk.name} asks for a {TOKENS[kind]} at the server.")
+                raise Refused(f"{disk.name} asks for {TOKENS[kind]} at the server.")
     return [*dict.fromkeys(found)]
 
 
-Link = dict[str, Any]  # as `ip -json` prints links, addresses and routes
+# ---- Network -------------------------------------------------------------------------
 
 
 def find_routes(probed: Probed) -> list[Link]:
@@ -320,20 +342,7 @@ def find_ports(probed: Probed, builder: str, options: str, connection: str) -> P
     return Ports(system, next(free))
 
 
-def find_kept(probed: Probed, kernels: Sequence[str]) -> str:
-    """Find the kernel whose image is kept: the running one, or else the newest.
-
-    If a copy exists, stay with its kernel.
-    """
-    images = probed["images"].split()
-    with_image = [kernel for kernel in kernels if f"initrd.img-{kernel}" in images]
-    if not with_image:
-        raise Refused("no installed kernel has an initrd in /boot to keep.")
-    for kernel in with_image:
-        if f"initrd.img-{kernel}.before-waker" in images:
-            return kernel
-    running = probed["running"].strip()
-    return running if running in with_image else with_image[-1]
+# ---- All of them ---------------------------------------------------------------------
 
 
 def understand(probed: Probed, wanted_card: str, connection: str) -> Facts:

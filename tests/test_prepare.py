@@ -307,14 +307,14 @@ REFUSALS = [
         {"crypttab": TABLE + "data UUID=x none initramfs", "builder": "dracut"},
     ),
     *(
-        (f"vda2_crypt asks for a {name} at", {"builder": "dracut", where: text})
+        (f"vda2_crypt asks for {name} at", {"builder": "dracut", where: text})
         for name, where, text in (
-            ("TPM with a PIN", "tokens", RECORDED["tokens"]["TPM with a PIN"]),
-            ("FIDO2 security key", "tokens", token("systemd-fido2")),
-            ("PKCS#11 smart card", "tokens", token("systemd-pkcs11")),
-            ("TPM with a PIN", "crypttab", f"{LUKS}tpm2-device=auto,tpm2-pin=yes"),
-            ("FIDO2 security key", "crypttab", f"{LUKS}fido2-device=auto"),
-            ("PKCS#11 smart card", "crypttab", f"{LUKS}pkcs11-uri=auto"),
+            ("a TPM's PIN", "tokens", RECORDED["tokens"]["TPM with a PIN"]),
+            ("a FIDO2 security key", "tokens", token("systemd-fido2")),
+            ("a PKCS#11 smart card", "tokens", token("systemd-pkcs11")),
+            ("a TPM's PIN", "crypttab", f"{LUKS}tpm2-device=auto,tpm2-pin=yes"),
+            ("a FIDO2 security key", "crypttab", f"{LUKS}fido2-device=auto"),
+            ("a PKCS#11 smart card", "crypttab", f"{LUKS}pkcs11-uri=auto"),
         )
     ),
     ("has another command: /bin/x", {"own_options": "-p 2222 -c /bin/x"}),
