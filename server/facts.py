@@ -17,6 +17,10 @@ PACKAGES: Final = {
 # The option in crypttab with which a disk that / does not need is opened in the initrd.
 ATTACH: Final = {"dracut": "x-initrd.attach", "initramfs-tools": "initramfs"}
 NOT_LUKS: Final = ("keyscript=", "plain", "tcrypt", "bitlk")  # how such options begin
+TRUE: Final = ("1", "yes", "y", "true", "t", "on")  # for systemd
+# How Debian's initrd is told to ask for an address; how not to.
+ASKING: Final = ("", "on", "any", "all", "dhcp", "bootp", "both", "rarp")
+FIXED: Final = ("", "off", "none", "static")
 TOKENS: Final = {  # in a LUKS header, by systemd-cryptenroll: what a person must have
     "systemd-fido2": "a FIDO2 security key",
     "systemd-pkcs11": "a PKCS#11 smart card",
@@ -178,19 +182,20 @@ def list_tokens(disk: Disk) -> list[Token]:
     if "pkcs11-uri" in values:
         tokens.append({"type": "systemd-pkcs11"})
     if "tpm2-device" in values:
-        pin = values.get("tpm2-pin", "no").lower()
-        has_pin = pin in ("1", "yes", "y", "true", "t", "on")
+        has_pin = values.get("tpm2-pin", "").lower() in TRUE
         tokens.append({"type": "systemd-tpm2", "tpm2-pin": has_pin})
     return tokens
 
 
 def check_options(probed: Probed, disks: Sequence[Disk]) -> None:
     """Refuse options with which systemd does not ask once, or not as crypttab says."""
-    if "rd.luks.options=" in probed["kernel_options"]:
-        raise Refused("the kernel has rd.luks.options=. Move them to /etc/crypttab.")
+    # Those of all disks do not count for a disk that is in crypttab.
+    if found := re.search(r"luks\.options=[0-9a-fA-F-]{36}=", probed["kernel_options"]):
+        raise Refused(f"the kernel has {found[0]}... Move that to /etc/crypttab.")
     for disk in disks:
         for option in disk.options:
-            if option.partition("=")[0] in ("headless", "verify"):
+            name, _, value = option.partition("=")
+            if name in ("headless", "verify") and (value.lower() in ("", *TRUE)):
                 raise Refused(f"{disk.name} has the option {option}. Remove that.")
 
 
@@ -283,8 +288,8 @@ def check_link_mac(probed: Probed, card: Card) -> None:
     """Refuse a card to which a .link file gives another MAC address in the initrd."""
     for line in probed["link_macs"].splitlines():
         name, file, setting = line.split(" ", 2)
-        mac = setting.partition("=")[2].strip().lower()
-        if name == card.name and mac != card.mac:
+        digits = re.sub("[^0-9a-f]", "", setting.partition("=")[2].lower())
+        if name == card.name and digits != card.mac.replace(":", ""):
             raise Refused(f"{file} gives {name} another MAC address. Remove that.")
 
 
@@ -301,9 +306,9 @@ def find_own_ip(probed: Probed, card: Card) -> str:
     address, _, router, mask, _, name, protocol = fields[:7]
     is_right = (address, router, mask) == (host, card.router, netmask)
     if address[:1].isdigit():
-        asks = protocol not in ("", "off", "none", "static")
+        asks = protocol not in FIXED
     else:
-        asks = (protocol or address) not in ("off", "none", "done")
+        asks = address in ASKING and protocol in ASKING
     if name not in ("", card.name) or not (is_right or asks):
         right = f"{host}::{card.router}:{netmask}"
         raise Refused(f"the initrd has {setting}, not {right}. Remove that.")
@@ -336,9 +341,10 @@ def find_ports(probed: Probed, builder: str, options: str, connection: str) -> P
     if options:
         port = re.search(r"(?:^|\s)-[a-zA-Z]*?p\s*(?:\S*:)?([0-9]+)", options)
         return Ports(system, port[1] if port else "22")
-    if builder == "initramfs-tools":  # waker can tell dropbear from OpenSSH
-        return Ports(system, "2222")
-    free = (str(port) for port in range(2222, 2300) if str(port) not in found)
+    taken = {*found}
+    if builder == "initramfs-tools":  # dropbear may share the port by which waker looks
+        taken.remove(system)
+    free = (str(port) for port in range(2222, 2300) if str(port) not in taken)
     return Ports(system, next(free))
 
 

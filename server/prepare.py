@@ -25,6 +25,7 @@ copy in GRUB's menu. Running the same command again finishes what was interrupte
 """
 
 import argparse
+import contextlib
 import enum
 import fcntl
 import json
@@ -33,7 +34,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +52,7 @@ from facts import (
 MARK: Final = "# Written by waker's prepare.py. `waker prepare --undo` removes it."
 RECORD: Final = Path("/var/lib/waker-prepare/record.json")
 UNFINISHED: Final = RECORD.with_name("unfinished")  # is there during a run
+IMAGES: Final = RECORD.with_name("images")  # where new ones are built
 MODULES: Final = Path("/usr/lib/dracut/modules.d")
 MENU: Final = "/boot/grub/custom.cfg"  # GRUB's own menu reads it
 ENTRY: Final = "The initrd from before waker"
@@ -72,7 +73,7 @@ APT: Final = (
 NEEDED: Final = "cryptsetup.*|dracut(-core)?|initramfs.*|openssh.*|systemd.*"
 HALF_DONE: Final = """\
 This is half done. Before you restart the server, run the same command again, or undo
-it. (If the server does not boot, choose the kept image in GRUB's menu.)"""
+it. (If it does not boot, use the kept image, /boot/initrd.img-….before-waker.)"""
 ENVIRONMENT: Final = {
     "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
     "LC_ALL": "C.UTF-8",
@@ -539,16 +540,18 @@ def replace_image(kernel: str, needs: Needs) -> None:
     """Build and examine an image, and put it in place. Raises Failed, without harm."""
     image = Path(f"/boot/initrd.img-{kernel}")
     # Elsewhere, because nobody knows how large it will be, and /boot may be small.
-    with tempfile.TemporaryDirectory(prefix="waker.", dir="/var/tmp") as folder:
-        new = Path(folder, image.name)
-        run("sh", str(HERE / needs.builder / "build"), str(new), kernel)
-        if wrong := examine(str(new), kernel, needs):
-            raise Failed(f"the new {image} is not used: {'; '.join(wrong)}.")
-        size = new.stat().st_size
-        if shutil.disk_usage("/boot").free < size:
-            need = f"/boot needs {size // MIB + 1} MiB free for the new {image.name}."
-            raise Failed(f"{need} Remove an old kernel.")
-        copy_image(new, image)
+    shutil.rmtree(IMAGES, ignore_errors=True)
+    IMAGES.mkdir(mode=0o700)
+    new = IMAGES / image.name
+    run("sh", str(HERE / needs.builder / "build"), str(new), kernel)
+    if wrong := examine(str(new), kernel, needs):
+        raise Failed(f"the new {image} is not used: {'; '.join(wrong)}.")
+    size = new.stat().st_size
+    if shutil.disk_usage("/boot").free < size:
+        need = f"/boot needs {size // MIB + 1} MiB free for the new {image.name}."
+        raise Failed(f"{need} Remove an old kernel.")
+    copy_image(new, image)
+    shutil.rmtree(IMAGES)
 
 
 def build(kernel: str, needs: Needs) -> None:
@@ -562,16 +565,25 @@ def build(kernel: str, needs: Needs) -> None:
         run("run-parts", f"--arg={kernel}", f"--arg={image}", str(hooks))
 
 
+def build_all(needs: Needs) -> None:
+    """Build the image of every kernel. Others may have come during the question."""
+    kernels = probe("kernels").split()
+    if not kernels:
+        raise Failed("`linux-version list` finds no kernel.")
+    for kernel in reversed(kernels):  # the one that boots comes first
+        build(kernel, needs)
+
+
 def find_left_over() -> list[Path]:
     """Find new files that an interruption left in /boot."""
     return [path for path in Path("/boot").glob("*.waker-new") if path.is_file()]
 
 
-def check_room(facts: Facts) -> None:
-    """Refuse a /boot that is surely too small."""
+def check_room(facts: Facts, wrong: Sequence[str]) -> None:
+    """Refuse a /boot that is too small for new images of the kernels that need one."""
     kept = Path(f"/boot/initrd.img-{facts.kept}")
     size = kept.stat().st_size
-    need = size + MARGIN * len(facts.kernels)  # one stands beside the one it replaces
+    need = size + MARGIN * len(wrong)  # one stands beside the one that it replaces
     if not Path(f"{kept}.before-waker").exists():
         need += size
     left = sum(path.stat().st_size for path in find_left_over())
@@ -587,7 +599,7 @@ def ask() -> str:
     try:
         with Path("/dev/tty").open("w") as terminal:
             terminal.write("Go on? [y/N] ")
-        with Path("/dev/tty").open() as terminal:
+        with Path("/dev/tty").open(errors="replace") as terminal:
             return terminal.readline()
     except OSError:
         return ""
@@ -602,7 +614,12 @@ def agree(title: str, lines: Sequence[str], *, yes: bool) -> None:
         raise Refused("you did not answer y. Without a terminal, use --yes.")
 
 
-def show_settings(facts: Facts, nonce: str) -> None:
+def read_host_key(builder: str) -> str:
+    """Return the initrd's public host key. Raises Failed."""
+    return run("sh", str(HERE / builder / "host-key")).strip()
+
+
+def show_settings(facts: Facts, host_key: str, nonce: str) -> None:
     """Print the box's settings; with a nonce, between two lines that it recognises."""
     card = facts.card
     if not re.search("Wake-on: .*g", run("ethtool", card.name, check=False)):
@@ -610,7 +627,6 @@ def show_settings(facts: Facts, nonce: str) -> None:
     if card.has_dhcp:
         reserve = f"reserve {card.address.ip} for {card.mac} in your router"
         print(f"TO DO: {reserve}. Otherwise, it may change.")
-    host_key = run("sh", str(HERE / facts.builder / "host-key")).strip()
     settings = {
         "WAKER_HOMELAB_MAC": card.mac,
         "WAKER_HOMELAB_HOST": str(card.address.ip),
@@ -627,17 +643,22 @@ def show_settings(facts: Facts, nonce: str) -> None:
         print(f"waker-end {nonce}")
 
 
-def find_work(plan: Sequence[Change]) -> list[Change]:
-    """Return what is left to do. Refuse to write over what the owner has changed.
+def is_ours(name: str, text: str) -> bool:
+    """Return whether we wrote a text, in whatever version. Modules have no mark."""
+    return name.startswith(f"{MODULES}/") or "# Written by waker's prepare.py" in text
 
-    After an interruption, a file may still be older than the record.
-    """
+
+def find_work(plan: Sequence[Change]) -> list[Change]:
+    """Return what is left to do. Refuse to write over what the owner has changed."""
     todo = [change for change in plan if not is_done(change)]
-    if UNFINISHED.exists():
-        return todo
     files = [change.name for change in todo if change.kind is Kind.FILE]
     for old in read_record():
-        if old.name in files and read(old.name) not in ("", old.text, old.before):
+        if old.name not in files:
+            continue
+        now = read(old.name)
+        # After an interruption, a file of ours may still be older than the record.
+        is_older = UNFINISHED.exists() and is_ours(old.name, now)
+        if now not in ("", old.text, old.before) and not is_older:
             raise Refused(f"{old.name} has your changes. Move them, and delete it.")
     return todo
 
@@ -650,12 +671,17 @@ def begin() -> None:
         path.unlink()
 
 
+def finish_packages() -> None:
+    """Let dpkg finish what an interruption has left."""
+    wait_for_packages()
+    run("dpkg", "--configure", "-a", shown=True)
+
+
 def carry_out(todo: Sequence[Change]) -> None:
     packages = [change for change in todo if change.kind is Kind.PACKAGE]
     for change in todo:
         if change in packages[:1]:
-            wait_for_packages()
-            run("dpkg", "--configure", "-a", shown=True)  # after an interruption
+            finish_packages()
             run(*APT_UPDATE, check=False, shown=True)  # a source may be broken
         make(change)
     run("systemctl", "enable", UNIT)
@@ -669,21 +695,20 @@ def prepare(probed: Probed, options: argparse.Namespace) -> None:
     needs = Needs("prepared", facts.builder, facts.disks, facts.card.drivers)
     menu, files = make_menu(probed, facts.kept), read_files(facts.builder)
     todo = find_work(make_plan(facts, options.key, menu, files))
-    is_right = not any(
-        examine(f"/boot/initrd.img-{kernel}", kernel, needs) for kernel in facts.kernels
-    )
+    images = {kernel: Path(f"/boot/initrd.img-{kernel}") for kernel in facts.kernels}
+    wrong = [k for k, image in images.items() if examine(str(image), k, needs)]
     is_finished = all(c.is_spare for c in todo) and not UNFINISHED.exists()
-    if is_finished and is_right:
+    if is_finished and not wrong:
         print("The server is already prepared. Nothing was changed.")
-        show_settings(facts, options.nonce)
+        show_settings(facts, read_host_key(facts.builder), options.nonce)
         return
 
-    check_room(facts)
+    check_room(facts, wrong)
     print("Found:", *(f"    {line}" for line in describe(facts)), sep="\n")
     if not menu:
         print("WARNING: the kept image gets no entry in GRUB's menu. Note its name.")
     lines = [f"{change.kind.value} {change.name}" for change in todo]
-    if not is_right or any(change.is_in_image for change in todo):
+    if wrong or any(change.is_in_image for change in todo):
         lines.append(
             "build a new initrd for each kernel that needs one, which takes minutes"
         )
@@ -692,13 +717,13 @@ def prepare(probed: Probed, options: argparse.Namespace) -> None:
 
     begin()
     carry_out(todo)
-    for kernel in reversed(probe("kernels").split()):  # the one that boots comes first
-        build(kernel, needs)
+    build_all(needs)
+    host_key = read_host_key(facts.builder)
     UNFINISHED.unlink()
     print("The server is prepared. The initrd of each kernel was examined.")
     if menu:
         print(f"If it does not boot, choose '{ENTRY}' in GRUB's menu.")
-    show_settings(facts, options.nonce)
+    show_settings(facts, host_key, options.nonce)
 
 
 def undo(probed: Probed, options: argparse.Namespace) -> None:
@@ -718,18 +743,17 @@ def undo(probed: Probed, options: argparse.Namespace) -> None:
     agree("This will undo the preparation:", lines, yes=options.yes)
 
     begin()
-    run("dpkg", "--configure", "-a", shown=True)
+    finish_packages()
     run("systemctl", "disable", "--now", UNIT, check=False)
     packages = [change.name for change in record if change.kind is Kind.PACKAGE]
     left = [take_back(change) for change in record if not change.is_spare]
     # The key is gone by now, so dropbear may stay only for the owner's.
     left += remove_packages(packages)
-    for kernel in reversed(probe("kernels").split()):
-        build(kernel, needs)
+    build_all(needs)
     left += [take_back(change) for change in record if change.is_spare]
     left += map(str, Path("/etc/initrd-ssh").glob("host_key*"))
     for module in MODULES.glob("*initrd-ssh*"):
-        if not any(module.iterdir()):
+        with contextlib.suppress(OSError):  # what is not empty stays
             module.rmdir()
     shutil.rmtree(RECORD.parent)
     print("Undone. The initrd of each kernel was examined.")
@@ -765,12 +789,14 @@ def main() -> None:
         else:
             prepare(probed, options)
     except Refused as error:
-        sys.exit(f"Nothing was changed on this server: {error}")
+        problem = f"Nothing was changed on this server: {error}"
     except (Failed, OSError, KeyboardInterrupt) as error:
-        print(f"FAILED: {str(error) or 'stopped.'}", file=sys.stderr)
-        if UNFINISHED.exists():
-            sys.exit(HALF_DONE)
-        sys.exit("Nothing was changed on this server.")
+        problem = f"FAILED: {str(error) or 'stopped.'}"
+    else:
+        return
+    if os.geteuid() == 0 and UNFINISHED.exists():
+        problem += f"\n{HALF_DONE}"
+    sys.exit(problem)
 
 
 if __name__ == "__main__":

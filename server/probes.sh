@@ -70,8 +70,11 @@ link_macs() {
         udevadm info --query=property "$card" |
             sed -n 's/^ID_NET_LINK_FILE\(_DROPINS\)\{0,1\}=//p' | tr ':' '\n' |
             xargs -r awk -v card="${card##*/}" '
-                /^ *\[/ { is_link = /\[Link\]/ }
-                is_link && /^ *MACAddress(Policy *= *random| *=)/ { print card, FILENAME, $0 }
+                FNR == 1 { is_link = 0 }
+                /^[ \t]*\[/ { is_link = /\[Link\]/ }
+                is_link && /^[ \t]*MACAddress(Policy[ \t]*=[ \t]*random|[ \t]*=[ \t]*.)/ {
+                    print card, FILENAME, $0
+                }
             '
     done
 }
@@ -90,7 +93,7 @@ ssh_ports() {
 own_ip() (
     IP=
     for file in /etc/initramfs-tools/initramfs.conf /etc/initramfs-tools/conf.d/*; do
-        case $file in */waker*) continue ;; esac
+        case ${file##*/} in waker* | *.dpkg-* | *[!0-9A-Za-z._-]*) continue ;; esac
         # shellcheck source=/dev/null
         [ ! -f "$file" ] || . "$file"
     done

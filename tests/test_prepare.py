@@ -22,7 +22,7 @@ from pathlib import Path
 import prepare
 import pytest
 from conftest import CHECKOUT, need, need_root, wait_for
-from facts import Facts, Refused, understand
+from facts import Facts, Refused, describe, understand
 from namespaces import hosts
 from test_server import Terminal
 
@@ -124,6 +124,10 @@ def test_the_address_is_the_one_that_the_box_reaches() -> None:
     card = find(network=name, links=json.dumps(links)).card
     assert str(card.address) == "10.0.0.5/8"
     assert card.has_dhcp
+    links[2]["addr_info"] = sorted(links[2]["addr_info"], key=lambda a: a["local"])
+    links[2]["addr_info"][0] |= {"scope": "link"}
+    other = find(card="eth1", network="two cards", links=json.dumps(links)).card
+    assert str(other.address) == "10.0.0.9/32"  # no route says which
     assert not find().card.has_dhcp
 
 
@@ -147,7 +151,7 @@ def test_a_bridge_may_lead_to_virtual_machines_as_well() -> None:
         ("22 2222", BOX, {}),
         ("2222 2222", "a 1 b 2222", {}),
         ("2222 2223", "a 1 b 2222", {"builder": "dracut"}),
-        ("22 2222", BOX, {"ssh_ports": "0.0.0.0:22\n0.0.0.0:2222\n"}),
+        ("22 2223", BOX, {"ssh_ports": "0.0.0.0:22\n0.0.0.0:2222\n"}),
         ("22 2224", BOX, {"ssh_ports": "[::]:2222\n[::]:2223\n", "builder": "dracut"}),
         ("2200 2222", "", {"ssh_ports": "0.0.0.0:2200\n[::]:2200\n[::]:22 (Stream)"}),
         ("2022 2222", "", {"ssh_ports": "[::]:2022 (Stream)\n"}),
@@ -183,9 +187,10 @@ def test_a_link_file_may_choose_a_card_by_its_mac_address(tmp_path: Path) -> Non
     tools = f"udevadm() {{ case $3 in */lo) echo ID_NET_LINK_FILE={file} ;; esac; }}\n"
     file.write_text("[Match]\nMACAddress=52:54\n[Link]\nMACAddressPolicy=none\n")
     assert run_probe("link_macs", tools) == ""
-    file.write_text("[Match]\nMACAddress=52:54\n[Link]\n MACAddress = 02:01\n")
-    assert run_probe("link_macs", tools) == f"lo {file}  MACAddress = 02:01\n"
-    same = "eth0 /x.link MACAddress=52:54:00:12:34:56"
+    for setting in ("\tMACAddress = 02:01", "MACAddressPolicy\t=random"):
+        file.write_text(f"[Match]\nMACAddress=52:54\n [Link]\n{setting}\n")
+        assert run_probe("link_macs", tools) == f"lo {file} {setting}\n"
+    same = "eth0 /x.link MACAddress=52-54-00-12-34-56"
     assert find(link_macs=same) == find()
 
 
@@ -224,7 +229,9 @@ def test_a_tpm_without_a_pin_opens_its_disk() -> None:
     """Whether crypttab names it or the LUKS header alone. Debian's initrd has none."""
     option = TABLE.replace("discard", "tpm2-device=auto")
     for recordings in ({"crypttab": option}, {"tokens": RECORDED["tokens"]["TPM"]}):
-        assert find(builder="dracut", **recordings).tpm_disks == ["vda2_crypt"]
+        facts = find(builder="dracut", **recordings)
+        assert facts.tpm_disks == ["vda2_crypt"]
+        assert describe(facts)[-1].startswith("vda2_crypt opens by itself, with a TPM")
         assert find(**recordings).tpm_disks == []
     assert find(builder="dracut").tpm_disks == []
     asks = find(tokens=RECORDED["tokens"]["TPM with a PIN"])
@@ -241,7 +248,9 @@ def test_with_dracut_settings_of_initramfs_tools_do_not_count() -> None:
 def test_an_initrd_that_asks_for_an_address_may_stay_if_the_system_does_too() -> None:
     network = "two cards, asked by the box"
     for own_ip in ("IP=dhcp", "IP=:::::eth1:dhcp"):
-        assert find(network=network, own_ip=own_ip).own_ip == own_ip
+        facts = find(network=network, own_ip=own_ip)
+        assert facts.own_ip == own_ip
+        assert describe(facts)[-1].endswith(f"which stays: {own_ip}")
 
 
 def test_the_kept_images_kernel_is_the_running_one() -> None:
@@ -257,7 +266,7 @@ def test_the_kept_images_kernel_is_the_running_one() -> None:
         assert find(kernels=kernels, running=running, images=boot).kept == expected
 
 
-RD_OPTIONS = "quiet rd.luks.options=fido2-device=auto"
+RD_OPTIONS = f"quiet rd.luks.options={TABLE.split('=')[1][:36]}=fido2-device=auto"
 HALF = "linux-image-6.1.0-9 install half-configured\n"
 LUKS = "vda2_crypt UUID=x none luks,"
 
@@ -288,7 +297,8 @@ REFUSALS = [
     ("fixed: 192.168.1.20. Remove", {"own_ip": "IP=:::::eth0:dhcp"}),
     ("eth0:dhcp), but the system's", {"own_ip": f"{STATIC}::eth0:dhcp"}),
     ("the initrd has IP=::::::off, not", {"own_ip": "IP=::::::off"}),
-    ("has rd.luks.options=", {"builder": "dracut", "kernel_options": RD_OPTIONS}),
+    ("the initrd has IP=eth1:dhcp, not", {"own_ip": "IP=eth1:dhcp"}),
+    ("has luks.options=", {"builder": "dracut", "kernel_options": RD_OPTIONS}),
     ("the option headless=1", {"builder": "dracut", "crypttab": LUKS + "headless=1"}),
     ("the option verify.", {"builder": "dracut", "crypttab": LUKS + "verify"}),
     ("/x.link gives eth0 another MAC", {"link_macs": "eth0 /x.link MACAddress = 02::"}),
@@ -873,6 +883,40 @@ def test_it_waits_while_others_install_packages(server: Server) -> None:
             assert "The server is prepared." in waiting.stdout.read()
 
 
+def test_it_waits_again_before_packages_change(server: Server) -> None:
+    """An upgrade may begin while settings are written."""
+    server.set(packages=probed()["packages"] + "dropbear-initramfs install installed\n")
+    apt = APT.format(fails="update", folder=server.folder)
+    server.write("/usr/bin/apt-get", apt, 0o755)
+    server.run("cp $(which sync) sync")
+    hold = (
+        "import fcntl, os, time; file = open('/var/lib/dpkg/lock-frontend', 'w');"
+        "fcntl.lockf(file, fcntl.LOCK_EX); open('held', 'w')\n"
+        "while os.path.exists('held'): time.sleep(0.05)"
+    )
+    (server.folder / "hold").write_text(hold)
+    script = f"""#!/bin/sh
+cd {server.folder}
+if [ ! -e once ]; then
+    touch once
+    /usr/bin/python3 hold >/dev/null 2>&1 &
+    until [ -e held ]; do sleep 0.05; done
+fi
+exec ./sync "$@"
+"""
+    server.write("/usr/bin/sync", script, 0o755)
+    for arguments in (f"--yes '{KEY}'", "--yes --undo"):
+        (server.folder / "once").unlink(missing_ok=True)
+        program = server.enter(f"exec env {PROGRAM} {arguments}")
+        with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout
+            for line in process.stdout:
+                if line == "Waiting for another program that installs packages.\n":
+                    (server.folder / "held").unlink()
+        assert process.returncode == 0
+        assert not (server.folder / "held").exists()
+
+
 @pytest.mark.parametrize(
     "keys",
     [
@@ -906,6 +950,7 @@ def test_the_last_setting_of_the_address_counts(server: Server) -> None:
     """As in the initrd: that of the kernel, or else of the last file."""
     folder, look = "/etc/initramfs-tools", "sh server/probes.sh own_ip"
     server.write(f"{folder}/initramfs.conf", "MODULES=most\nIP=dhcp\n")
+    server.write(f"{folder}/conf.d/own.dpkg-old", "IP=off\n")  # nobody reads it
     assert server.run(look) == "IP=dhcp\n"
     server.write(f"{folder}/conf.d/own", "export IP='192.168.1.9'  # mine\n")
     server.write(CONF, f"{STATIC}\n")
@@ -940,7 +985,15 @@ def test_what_the_owner_has_changed_since_is_not_lost(server: Server) -> None:
     assert f"Nothing was changed on this server: {CONF} has your changes" in said
     assert server.files() == before
 
-    server.run(f"rm {CONF}")
+    # Even if a run was interrupted.
+    other = "/etc/kernel/postrm.d/waker"
+    ours = server.read(other)
+    server.write(other, "mine")
+    server.run(f"rm {CONF}; touch /var/lib/waker-prepare/unfinished")
+    said = server.prepare(check=False)
+    assert f"Nothing was changed on this server: {other} has your changes" in said
+    assert "\nThis is half done. " in said
+    server.write(other, ours, 0o755)
     assert "WARNING: the kept image gets no entry" in server.prepare()
     assert server.read(menu).startswith(own_entry)
 

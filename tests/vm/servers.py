@@ -70,7 +70,8 @@ CUT_SECONDS = {False: 90, True: 150}
 BUILD_SECONDS = 20  # and the build of one image, at the least
 BRIDGE, MANAGER = BARE[2:]  # with dracut
 DRACUT = MANAGER
-# What the owner has for the second card.
+# What the owner has for the second card. With ifupdown, systemd-networkd does not run.
+# But dracut puts its settings into an image that is for this computer alone.
 LEFT_ALONE = "printf '[main]\nno-auto-default=*\n' >/etc/NetworkManager/conf.d/own.conf"
 BY_IFUPDOWN = """
 cat >>/etc/network/interfaces <<END
@@ -79,6 +80,7 @@ auto enp0s4
 iface enp0s4 inet static
     address 10.77.0.9/24
 END
+printf '[Match]\nName=*\n[Network]\nDHCP=yes\n' >/etc/systemd/network/00-own.network
 """
 BY_NETWORKD = f"""
 systemctl -q disable NetworkManager
