@@ -19,9 +19,9 @@ What happens to /boot:
 Undo restores the settings and removes packages, which with initramfs-tools builds the
 newest image again. Then it does the same as step 3, and removes the copy last.
 
-After a power cut or a lost connection, every image in /boot is whole, and can open the
-disk at the screen. Only one from step 2 was not examined: if it should fail, choose the
-copy in GRUB's menu. Running the same command again finishes what was interrupted.
+After a power cut or a lost connection, every image that this has put in place is whole,
+and can open the disk at the screen. One from step 2 was not examined: if it fails,
+choose the copy in GRUB's menu. The same command, run again, finishes the work.
 """
 
 import argparse
@@ -181,7 +181,7 @@ def make_plan(facts: Facts, key: str, menu: str, files: dict[str, str]) -> list[
 
 
 # ---- Doors to the system -------------------------------------------------------------
-# Only they run programs, and read and write files.
+# Programs are run here alone, and texts are read and written here alone.
 
 
 def run(*command: str, check: bool = True, shown: bool = False) -> str:
@@ -451,9 +451,8 @@ def remove_packages(names: Sequence[str]) -> list[str]:
     if read(keys / "authorized_keys"):  # which has the owner's keys
         keep += "|dropbear.*"
     gone = [name for name in names if not re.fullmatch(keep, name)]
-    if (
-        gone
-    ):  # at once, because some need others. Unlike apt, dpkg leaves what is needed
+    # At once, because some need others. Unlike apt, dpkg leaves what others need.
+    if gone:
         wait_for_packages()
         run("dpkg", "--purge", *gone, check=False)
     # Debian 13's dropbear-initramfs leaves the public keys that it made.

@@ -243,6 +243,7 @@ def test_with_dracut_settings_of_initramfs_tools_do_not_count() -> None:
     facts = find(builder="dracut", own_ip="IP=off", own_options="-s -c /bin/x")
     assert (facts.own_ip, facts.own_options) == ("", "")
     assert facts.ports == ("22", "2222")
+    assert describe(find(own_options="-s"))[-1].endswith("which stay: -s")
 
 
 def test_an_initrd_that_asks_for_an_address_may_stay_if_the_system_does_too() -> None:
