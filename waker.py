@@ -51,7 +51,6 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from ipaddress import IPv4Address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NewType, TypeVar, cast
 from zipimport import zipimporter
@@ -163,6 +162,10 @@ def plain_address(text: str) -> str:
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
+def plain_ipv4(text: str) -> str:
+    return str(ipaddress.IPv4Address(text))
+
+
 # The unit has systemd pass a single newline for a missing file.
 NOT_PASSED: Final = (
     "is missing or empty, or systemd did not pass it on; run `sudo waker check`, and if"
@@ -177,14 +180,11 @@ def shown_path(path: Path) -> Path:
 
 
 class Config(NamedTuple):
-    """The settings, by their names without WAKER_, HOMELAB_ and SSH_.
-
-    Commands that do not need all of them leave some empty.
-    """
+    """The settings. Commands that do not need all of them leave some empty."""
 
     host: str = ""  # an IP address
     mac: Mac = Mac(b"")
-    broadcast: IPv4Address = IPv4Address(0)
+    broadcast: str = ""  # an IPv4 address
     name: str = ""
     initrd_port: int = 0
     system_port: int = 0
@@ -193,7 +193,7 @@ class Config(NamedTuple):
     host_key: tuple[HostKey, ...] = ()
     pin: Pin | None = None
     listen: Address = ("", 0)
-    trusted_proxy: frozenset[str] = frozenset()  # whose X-Forwarded-For counts
+    proxies: frozenset[str] = frozenset()  # whose X-Forwarded-For counts
     packet_port: int = 9  # UDP; fixed by the interface, but the demo needs another
 
 
@@ -274,10 +274,6 @@ MAY_GIVE_UP: Final = (
     "Be careful: after another wrong passphrase, systemd may give up until you restart"
     " the server (unless crypttab has tries=0)."
 )
-OLD_SCRIPT_FIX: Final = (
-    "the initrd still has waker 2's unlock script. Type the passphrase at the server,"
-    " or put waker 2.1 back on this box; then renew the script (see CHANGELOG.md)"
-)
 
 
 class Line(enum.Enum):
@@ -296,7 +292,6 @@ class Line(enum.Enum):
     BOOTED = f"^{COMMAND}: the system has booted$"
     TOO_EARLY = "waiting for askpass|Try again later"
     REPORTED = f"^{COMMAND}: (.+)"
-    OLD_SCRIPT = "^waker:"
 
 
 Ending = tuple[Outcome, str]  # with words that follow the outcome's sentence
@@ -309,7 +304,6 @@ UNSENT_ENDINGS: Final[Mapping[Line, Ending]] = {
     Line.BOOTED: (Outcome.UP, ""),
     Line.TOO_EARLY: NO_PROMPT,
     Line.REPORTED: (Outcome.ERROR, "the initrd reports: "),
-    Line.OLD_SCRIPT: (Outcome.ERROR, OLD_SCRIPT_FIX),
 }
 NO_COMMAND: Final = Outcome.ERROR, "no unlock command can run: see docs/server.md"
 BY_STATUS: Final = {0: (Outcome.ALREADY_OPEN, ""), 126: NO_COMMAND, 127: NO_COMMAND}
@@ -351,12 +345,12 @@ def describe_bug(error: BaseException) -> str:
 
 PROBE_SECONDS: Final = 0.4  # for each port to answer: a LAN takes milliseconds
 SYSTEM_SECONDS: Final = 8  # between checks of the system's port
-LIMITED: Final = IPv4Address("255.255.255.255")  # has no route, and crosses no router
+LIMITED: Final = "255.255.255.255"  # has no route, and crosses no router
 
 
 def find_source_address(config: Config, *, on_link: bool = False) -> str:
     """Return the address that the magic packet leaves from. Raises: OSError."""
-    toward = config.host if config.broadcast == LIMITED else str(config.broadcast)
+    toward = config.host if config.broadcast == LIMITED else config.broadcast
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_DONTROUTE, on_link)
@@ -372,10 +366,10 @@ def wake(config: Config) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
         udp.bind((source, 0))
-        udp.sendto(packet, (str(config.broadcast), config.packet_port))
+        udp.sendto(packet, (config.broadcast, config.packet_port))
         with contextlib.suppress(OSError):  # one has left
             for _ in range(2):  # UDP loses some
-                udp.sendto(packet, (str(config.broadcast), config.packet_port))
+                udp.sendto(packet, (config.broadcast, config.packet_port))
     return f"Magic packet sent to {config.mac.hex(':')} from {source}"
 
 
@@ -813,34 +807,29 @@ def parse_addresses(text: str) -> frozenset[str]:
     return frozenset(plain_address(part.strip()) for part in parts)
 
 
-# Default, parser, valid form. An empty value means that a setting is not set.
-Setting = tuple[str, Callable[[str], object], str]
+# Field of Config, default, parser, valid form. An empty value counts as none.
+Setting = tuple[str, str, Callable[[str], object], str]
 PARSE_USER: Final = functools.partial(match_whole, "[!-~]{1,64}")
 PARSE_NAME: Final = functools.partial(
     match_whole, "[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{0,64}"
 )
 SETTINGS: Final[Mapping[str, Setting]] = {
-    "WAKER_HOMELAB_HOST": ("", plain_address, "the server's IP address"),
-    "WAKER_INITRD_SSH_PORT": ("2222", parse_port, "a port, 1 to 65535"),
-    "WAKER_SYSTEM_SSH_PORT": ("22", parse_port, "a port, 1 to 65535"),
-    "WAKER_SSH_USER": ("root", PARSE_USER, "a user's name"),
-    "WAKER_SSH_KEY": ("ssh_key", parse_path, "the path of the SSH key, without ~"),
-    "WAKER_SSH_HOST_KEY": ("", parse_host_keys, "whole lines ssh-ed25519 AAAA..."),
-    "WAKER_HOMELAB_MAC": ("", parse_mac, "a network card's MAC: 52:54:00:12:34:56"),
-    "WAKER_HOMELAB_BROADCAST": ("255.255.255.255", IPv4Address, "an IPv4 address"),
-    "WAKER_HOMELAB_NAME": ("", PARSE_NAME, "a name of at most 64 characters"),
-    "WAKER_PIN": ("", Pin, "8 to 128 characters, without a space at either end"),
-    "WAKER_LISTEN": ("[::]:8080", parse_listen, "ADDRESS:PORT such as 0.0.0.0:8080"),
-    "WAKER_TRUSTED_PROXY": ("", parse_addresses, "addresses such as 127.0.0.1,::1"),
+    "WAKER_HOMELAB_HOST": ("host", "", plain_address, "the server's IP address"),
+    "WAKER_INITRD_SSH_PORT": ("initrd_port", "2222", parse_port, "a port, 1 to 65535"),
+    "WAKER_SYSTEM_SSH_PORT": ("system_port", "22", parse_port, "a port, 1 to 65535"),
+    "WAKER_SSH_USER": ("user", "root", PARSE_USER, "a user's name"),
+    "WAKER_SSH_KEY": ("key", "ssh_key", parse_path, "the SSH key's path, without ~"),
+    "WAKER_SSH_HOST_KEY": ("host_key", "", parse_host_keys, "whole lines, one per key"),
+    "WAKER_HOMELAB_MAC": ("mac", "", parse_mac, "a MAC address: 52:54:00:12:34:56"),
+    "WAKER_HOMELAB_BROADCAST": ("broadcast", LIMITED, plain_ipv4, "an IPv4 address"),
+    "WAKER_HOMELAB_NAME": ("name", "", PARSE_NAME, "a name of at most 64 characters"),
+    "WAKER_PIN": ("pin", "", Pin, "8 to 128 characters, without a space at either end"),
+    "WAKER_LISTEN": ("listen", "[::]:8080", parse_listen, "written as 0.0.0.0:8080"),
+    "WAKER_TRUSTED_PROXY": ("proxies", "", parse_addresses, "addresses: 127.0.0.1,::1"),
 }
 # What `state` needs, and what `unlock` needs besides.
 PORTS: Final = "WAKER_HOMELAB_HOST", "WAKER_INITRD_SSH_PORT", "WAKER_SYSTEM_SSH_PORT"
 LOGIN: Final = "WAKER_SSH_USER", "WAKER_SSH_KEY", "WAKER_SSH_HOST_KEY"
-NO_TLS: Final = (
-    "must be deleted, because waker 3 serves plain HTTP. Close a forwarded port first,"
-    " and see CHANGELOG.md"
-)
-RETIRED: Final = {"WAKER_TLS_CERT": NO_TLS, "WAKER_TLS_KEY": NO_TLS}
 # A line of FILE: a value in quotes, or one without quotes, comment or another setting.
 ENV_LINE: Final = re.compile(
     r"""(WAKER_\w+)\s*=\s*+(?:"([^"]*)"|'([^']*)'|"""
@@ -887,11 +876,10 @@ def read_config(
     Raises: ConfigError
     """
     unknown = sorted(values.keys() - SETTINGS.keys())
-    not_known = "is not a setting; see `waker --help`"
-    mistakes = [f"{name} {RETIRED.get(name, not_known)}" for name in unknown]
+    mistakes = [f"{name} is not a setting; see `waker --help`" for name in unknown]
     parsed: dict[str, Any] = {}
     for name in needs:
-        default, parse, form = SETTINGS[name]
+        field, default, parse, form = SETTINGS[name]
         text = values.get(name) or default
         try:
             value = parse(text)
@@ -902,7 +890,6 @@ def read_config(
                 problem += "; it must be"
             mistakes.append(f"{name} {problem} {form}")
         else:
-            field = re.sub("WAKER_|HOMELAB_|SSH_", "", name).lower()
             parsed[field] = folder / value if isinstance(value, Path) else value
     config = Config(**parsed)
     if config.broadcast == LIMITED and ":" in config.host:
@@ -1534,7 +1521,7 @@ def respond(app: App, received: Request | Fault, peer: str) -> Response:
         fault = Fault(500, "Internal error; see waker's log")
     line = f"refused {what}: {fault.status} {fault}"
     # A trusted proxy is not named: fail2ban would ban everybody behind it.
-    if client not in app.config.trusted_proxy:
+    if client not in app.config.proxies:
         line = f"ip={client} {line}"
     log(line)
     return Response({"error": str(fault)}, fault.status, *fault.headers)
@@ -1692,9 +1679,7 @@ class Handler(BaseHTTPRequestHandler):
             data = self.receive()
             received: Request | Fault
             try:
-                received = read_request(
-                    data, self.receive, peer, app.config.trusted_proxy
-                )
+                received = read_request(data, self.receive, peer, app.config.proxies)
             except Fault as fault:
                 received = fault
             except TimeoutError:
@@ -1862,7 +1847,7 @@ def parse_arguments(
     commands = dict((*COMMANDS, *others))
     lines = [f"  {name:25}{purpose}" for name, purpose in commands.items()]
     lines += ["", f"settings, from the environment and FILE, or else from {ENV_FILE}:"]
-    for name, (default, _, form) in SETTINGS.items():
+    for name, (_, default, _, form) in SETTINGS.items():
         lines.append(f"  {name:25}{form} [{default or 'none'}]")
     parser = argparse.ArgumentParser(
         description="Wake a server by magic packet and unlock its disk over SSH.",
@@ -1887,10 +1872,7 @@ def find_settings(env_file: Path | None) -> tuple[dict[str, str], Path | None]:
     """Return the settings, and the file that they came from. Raises: ConfigError."""
     ours = {n: v for n, v in os.environ.items() if n.startswith("WAKER_")}
     file = env_file or (None if ours else Path(ENV_FILE))
-    values = (read_env_file(file) if file else {}) | ours
-    if values.pop("WAKER_INITRD", None) is not None:
-        log("WAKER_INITRD has no effect since waker 3; delete it")
-    return values, file
+    return (read_env_file(file) if file else {}) | ours, file
 
 
 def run_command(parsed: argparse.Namespace) -> int:

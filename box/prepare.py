@@ -39,7 +39,7 @@ from waker import ConfigError
 OURSELVES: Final = (
     ("-B", "-m", "box") if waker.HERE.is_dir() else ("-B", str(waker.HERE))
 )
-DEFAULTS: Final = {name: default for name, (default, *_) in waker.SETTINGS.items()}
+DEFAULTS: Final = {name: default for name, (_, default, *_) in waker.SETTINGS.items()}
 MAX_OUTPUT: Final = 1 << 20  # bytes of a server's output; a preparation prints less
 MAX_KEY: Final = 8192  # characters of a public key's line; the largest have 3,000
 # Ends whatever sequence the server's last bytes began, and resets colours and letters:

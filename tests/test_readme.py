@@ -50,7 +50,7 @@ def test_the_table_and_the_example_show_every_default() -> None:
     shown = dict(re.findall("(?m)^#?(WAKER_[A-Z_]+)=(.*)", example.read_text()))
     named = set(re.findall(r"WAKER_[A-Z_]*[A-Z]", "".join(PAGES.values())))
     assert defaults.keys() == shown.keys() == named == waker.SETTINGS.keys()
-    for name, (default, *_) in waker.SETTINGS.items():
+    for name, (_, default, *_) in waker.SETTINGS.items():
         if default:
             assert (defaults[name], shown[name]) == (f"`{default}`", default)
     required = ["WAKER_HOMELAB_HOST", "WAKER_HOMELAB_MAC", "WAKER_PIN"]

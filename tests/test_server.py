@@ -693,7 +693,7 @@ def test_what_would_fail_later_fails_at_once(home: Home) -> None:
 def test_mistakes_in_other_settings_are_reported(home: Home) -> None:
     home.settings.write_text(f"{EXAMPLE}WAKER_LISTEN=here\n")
     shown = home.prepare(fails=True)
-    assert "WAKER_LISTEN must be ADDRESS:PORT" in shown
+    assert "WAKER_LISTEN must be written as" in shown
     assert "run the same command again" in shown
     assert calls(home.stubs) == ["waker check"]
     assert waker.read_env_file(home.settings)["WAKER_HOMELAB_MAC"] == MAC

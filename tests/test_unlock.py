@@ -145,9 +145,6 @@ UNLOCKS = {
         Unlock("not executable", "exit 126", 0, "command"),
         Unlock("not there", "exit 127", 0, "command"),
         Unlock("cannot", f"{SAYS} a helper is missing; exit 1", 0, "a helper"),
-        Unlock(
-            "waker 2", "echo waker: asks root; take; exit 1", 0, "put waker 2.1 back"
-        ),
         Unlock("passphrase", f"{SAYS} no x1 here; exit 1", 0, "hidden", "x1"),
         Unlock("cut", f"{SAYS} {'x' * 180}{'no' * 30}", 0, "hidden", "no" * 30),
     ),
