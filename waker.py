@@ -250,7 +250,6 @@ class Result(NamedTuple):
     outcome: Outcome
     message: str
     sent: bool  # whether the passphrase may have been sent
-    hint: str | None = None  # advice, if there is any
 
 
 def conclude(outcome: Outcome, words: str = "", *, sent: bool = False) -> Result:
@@ -270,10 +269,6 @@ class UnlockError(Exception):
 
 COMMAND: Final = "cryptroot-unlock"
 DISK: Final = r"([^\x00-\x20\x7f-\xa0]+)"  # its name, without spaces
-MAY_GIVE_UP: Final = (
-    "Be careful: after another wrong passphrase, systemd may give up until you restart"
-    " the server (unless crypttab has tries=0)."
-)
 
 
 class Line(enum.Enum):
@@ -285,8 +280,10 @@ class Line(enum.Enum):
 
     ASKS = rf"Please unlock disk {DISK}"
     OPENED = rf"cryptsetup: {DISK} set up successfully"
-    REJECTED = "bad password or options|maximum number of tries"
-    WARNED = f"^{COMMAND}: systemd may give up after another wrong"
+    REJECTED = (  # the last one by initrds of waker 3
+        "bad password or options|maximum number of tries"
+        f"|^{COMMAND}: systemd may give up after another wrong"
+    )
     GAVE_UP = f"^{COMMAND}: gave up on "
     ALL_OPEN = f"^{COMMAND}: every disk is open$"
     BOOTED = f"^{COMMAND}: the system has booted$"
@@ -704,7 +701,7 @@ def answer(
 def explain_verdict(verdict: Line | None, disk: str, opened: str) -> Ending:
     """Return how an unlock ended if the passphrase did not open the disk."""
     outcome, words = Outcome.NOT_CONFIRMED, "the initrd did not confirm it"
-    if verdict in (Line.REJECTED, Line.WARNED):
+    if verdict is Line.REJECTED:
         outcome, words = Outcome.WRONG_PASSPHRASE, disk
     elif verdict is Line.ASKS:
         words = "a disk is still asking"
@@ -735,8 +732,7 @@ def answer_disks(
             verdict = answer(channel, passphrase, disk, deadline)
         if verdict is not Line.OPENED:
             ending = explain_verdict(verdict, passphrase.hide(disk), listed)
-            hint = MAY_GIVE_UP if verdict is Line.WARNED else None
-            return conclude(*ending, sent=True)._replace(hint=hint)
+            return conclude(*ending, sent=True)
         opened.append(disk)
         # Dropbear may end a channel that is opened before the last one has ended.
         channel.status_event.wait(END_SECONDS)
@@ -920,7 +916,8 @@ STILL_LOCKED: Final = (
 ANSWERING: Final = "The server answers; waiting for its initrd"
 CONNECTING: Final = "Connecting to the initrd"
 NEVER_ASKS: Final = (
-    "It may never ask again by itself: look at the server's screen, and restart it."
+    "no disk asked, and the server may never ask again by itself: look at its screen,"
+    " and restart it"
 )
 
 
@@ -1042,7 +1039,7 @@ class Start:
         with contextlib.suppress(ValueError, KeyError, TypeError):  # no result
             members = json.loads(report)
             outcome = OUTCOMES[members["outcome"]]
-            return Result(outcome, members["message"], self.sent, members["hint"])
+            return Result(outcome, members["message"], self.sent)
         reason = f"the unlocking process ended with status {child.returncode}"
         outcome = Outcome.NOT_CONFIRMED if self.sent else Outcome.ERROR
         return conclude(outcome, f"{reason}; see waker's log", sent=self.sent)
@@ -1054,7 +1051,6 @@ class Start:
                 "phase": self.word(),
                 "outcome": self.outcome.word if self.outcome else None,
                 "message": self.message,
-                "hint": self.result.hint if self.result else None,
                 "seconds": max(int(min(now, self.ended) - self.began), 0),
                 "sent": self.sent,
                 "woke": self.woke,
@@ -1132,7 +1128,9 @@ class Starter:
             now = time.monotonic()
             if now + (now - tried) > give_up:  # another try may take as long
                 is_answered = result == conclude(*NO_PROMPT)
-                return result._replace(hint=NEVER_ASKS if is_answered else None)
+                return (
+                    conclude(Outcome.NOT_ASKED, NEVER_ASKS) if is_answered else result
+                )
             start.show(Phase.UNLOCKING, result.message)
             if start.cancelled.wait(RETRY_SECONDS):
                 return conclude(Outcome.CANCELLED)
@@ -1458,7 +1456,7 @@ def post_unlock(app: App, request: Request) -> Response:
         text = f"{text[:-1]}; watch GET /api/status"
     elif status == 500:
         text = f"Failed to unlock: {text}"
-    raise Fault(status, f"{text} {result.hint}" if result.hint else text)
+    raise Fault(status, text)
 
 
 def post_start(app: App, request: Request) -> Response:

@@ -608,8 +608,8 @@ def test_signing_in_again_loses_neither_passphrase_nor_start(phone: Phone) -> No
 
 def test_a_wrong_passphrase_is_told_with_what_may_help(phone: Phone) -> None:
     """What was typed since, or on another phone, is not called wrong."""
-    wrong, hint = ("locked", "failed", "wrong_passphrase"), "It was the last but one."
-    phone.tell(*wrong, hint=hint).open().give_pin().reads("Last time:").reads(hint)
+    wrong = "locked", "failed", "wrong_passphrase"
+    phone.tell(*wrong).open().give_pin().reads("Last time: Wrong passphrase.")
     phone.marks(0).hold("start").start("x").is_busy().type_passphrase("typed since")
     phone.ignore("status").take_held().fulfill(json=STARTED)
     phone.sees("starting").show(*wrong).sees("locked")

@@ -156,7 +156,7 @@ def test_a_try_that_would_end_too_late_is_not_begun(
     with machine.starting(READY_SECONDS=4, RETRY_SECONDS=1) as client:
         start = wait_until(client, "failed")
     assert start["outcome"] == "not_asked"
-    assert "screen" in start["hint"]
+    assert "screen" in start["message"]
     assert not pause or len(machine.commands()) == 1
 
 

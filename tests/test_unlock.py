@@ -114,7 +114,7 @@ UNLOCKS = {
     "wrong_passphrase": (
         Unlock("second disk", "disk root; asks data; take; rejects", 2, "data.*root"),
         Unlock("third time", f"asks root; take; {THIRD}", 1, "root"),
-        Unlock("warned", f"asks root; take; {WARNS}; rejects", 1, "root.*give up"),
+        Unlock("warned", f"asks root; take; {WARNS}; rejects", 1, "root.$"),
         Unlock("passphrase in name", "asks my-x1; take; rejects", 1, "hidden", "x1"),
     ),
     "not_confirmed": (
@@ -199,7 +199,6 @@ def test_only_the_initrds_own_words_decide(
     assert (start["outcome"], start["sent"]) == (outcome, bool(row.sent))
     assert start["seconds"] < 45  # of 90
     assert start["message"].rstrip(".") in text
-    assert ("give up" in row.words) == bool(start["hint"] and start["hint"] in text)
     assert machine.received() == [row.given.encode()] * row.sent
     # waker's key can be limited to this.
     assert {*machine.commands()} <= {"cryptroot-unlock"}
@@ -246,7 +245,7 @@ def test_waker_unlock_prints_when_it_sends_and_then_the_result(
     assert (ended.returncode, ended.stderr) == (status, "")
     *sent, result = map(json.loads, ended.stdout.splitlines())
     assert sent == [{"sent": True}] * is_sent
-    assert result.keys() == {"outcome", "sent", "message", "hint"}
+    assert result.keys() == {"outcome", "sent", "message"}
     assert (result["outcome"], result["sent"]) == (outcome, is_sent)
 
 
@@ -516,8 +515,8 @@ def test_a_server_that_says_nothing_is_tried_again(tmp_path: Path) -> None:
             client = started.client.log_in()
             assert client.start().status == 200
             start = wait_until(client, "failed")
-    assert (start["outcome"], start["hint"]) == ("not_asked", None)
-    assert "hung up" in start["message"]
+    assert start["outcome"] == "not_asked"
+    assert re.search("hung up(?!.*screen)", start["message"])
     assert start["seconds"] < 60  # of the 90 that an unlock may take
 
 

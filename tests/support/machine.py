@@ -53,7 +53,7 @@ ONCE = "[ -e root.open ] && exit; echo >root.open"
 SLOWLY = f"{ONCE}; asks root; take; sleep 1; opens root"
 EARLY = "echo Try again later; exit 1"
 SOON = "until [ -e go ]; do sleep 0.1; done"  # until a test makes the file
-# What our cryptroot-unlock for systemd says when it has one try left.
+# What waker 3's cryptroot-unlock for systemd says before its rejection.
 WARNS = "echo cryptroot-unlock: systemd may give up after another wrong passphrase"
 
 

@@ -92,12 +92,11 @@ def process(port: int, script: str, *options: str) -> Iterator[subprocess.Popen[
 
 
 def unlock(settings: Settings, given: str = PASSPHRASE, seconds: int = 60) -> str:
-    """Run `waker unlock`; returns the outcome, the message and the hint."""
+    """Run `waker unlock`; returns the outcome and the message."""
     ended = run_waker("unlock", f"--seconds={seconds}", settings=settings, given=given)
     assert ended.stdout, ended.stderr
     result = json.loads(ended.stdout.splitlines()[-1])
-    words = f"{result['outcome']}:", result["message"], result["hint"]
-    return " ".join(filter(None, words))
+    return f"{result['outcome']}: {result['message']}"
 
 
 def ssh_to(folder: Path, settings: Settings) -> list[str]:

@@ -273,7 +273,6 @@ class Phone:
             "phase": phase,
             "outcome": outcome or None,
             "message": "From waker.",
-            "hint": None,
             "seconds": seconds,
             "sent": outcome in SENT,
             "woke": bool(begun),
