@@ -15,7 +15,7 @@ The rules of this file:
 3. Handlers return a Response. One function turns every error into JSON.
 4. The route table says which requests need a token.
 5. Keep I/O in few functions. Only commands use arguments and the environment, and
-   only they and `answer` use signals.
+   only they and `send_passphrase` use signals.
 6. Nothing at module level changes, except the log's lock. Requests carry `now`; only
    code that waits, or reports progress, reads the clock.
 """
@@ -110,7 +110,7 @@ class Passphrase:
         if not 1 <= len(self.data) <= 512 or re.search(r"[\x00-\x1f\x7f-\x9f]", text):
             raise ValueError
 
-    def hide(self, text: str, limit: int = 200) -> str:
+    def redact(self, text: str, limit: int = 200) -> str:
         """Shorten the initrd's text, and hide it if it contains the passphrase."""
         return "(hidden)" if self.data.decode() in text else text[:limit]
 
@@ -197,7 +197,7 @@ class Config(NamedTuple):
     packet_port: int = 9  # UDP; fixed by the interface, but the demo needs another
 
 
-class Fault(Exception):
+class HttpError(Exception):
     """An HTTP error response."""
 
     def __init__(self, status: int, text: str, *headers: Header) -> None:
@@ -252,7 +252,7 @@ class Result(NamedTuple):
     sent: bool  # whether the passphrase may have been sent
 
 
-def conclude(outcome: Outcome, words: str = "", *, sent: bool = False) -> Result:
+def make_result(outcome: Outcome, words: str = "", *, sent: bool = False) -> Result:
     message = f"{outcome.sentence}{words}."
     if outcome not in IMPLY_SENT:
         message += " The passphrase was sent." if sent else f" {UNSENT}"
@@ -271,7 +271,7 @@ COMMAND: Final = "cryptroot-unlock"
 DISK: Final = r"([^\x00-\x20\x7f-\xa0]+)"  # its name, without spaces
 
 
-class Line(enum.Enum):
+class InitrdSays(enum.Enum):
     """What a line of the initrd's output says: a pattern to search it for.
 
     The first match wins. A group names the disk, or an error.
@@ -295,12 +295,12 @@ Ending = tuple[Outcome, str]  # with words that follow the outcome's sentence
 NO_PROMPT: Final = Outcome.NOT_ASKED, "no disk asked; try again in a few seconds"
 # What ends an unlock that has sent nothing. Ignore other lines: they may be about a
 # passphrase that was typed at the server.
-UNSENT_ENDINGS: Final[Mapping[Line, Ending]] = {
-    Line.GAVE_UP: (Outcome.GAVE_UP, ""),
-    Line.ALL_OPEN: (Outcome.ALREADY_OPEN, ""),
-    Line.BOOTED: (Outcome.UP, ""),
-    Line.TOO_EARLY: NO_PROMPT,
-    Line.REPORTED: (Outcome.ERROR, "the initrd reports: "),
+UNSENT_ENDINGS: Final[Mapping[InitrdSays, Ending]] = {
+    InitrdSays.GAVE_UP: (Outcome.GAVE_UP, ""),
+    InitrdSays.ALL_OPEN: (Outcome.ALREADY_OPEN, ""),
+    InitrdSays.BOOTED: (Outcome.UP, ""),
+    InitrdSays.TOO_EARLY: NO_PROMPT,
+    InitrdSays.REPORTED: (Outcome.ERROR, "the initrd reports: "),
 }
 NO_COMMAND: Final = Outcome.ERROR, "no unlock command can run: see docs/server.md"
 BY_STATUS: Final = {0: (Outcome.ALREADY_OPEN, ""), 126: NO_COMMAND, 127: NO_COMMAND}
@@ -432,7 +432,7 @@ def probe_port(host: str, port: int, *, banner: bool = False) -> tuple[PortState
     return PortState.OPEN, line.decode("latin-1").strip() if end else ""
 
 
-def check_ports(config: Config, known: PortStates | None = None) -> PortStates:
+def probe_ports(config: Config, known: PortStates | None = None) -> PortStates:
     """Check both ports; on a shared port, dropbear means the initrd.
 
     If the initrd's port has not changed, leave the system's alone, and return `known`.
@@ -478,7 +478,7 @@ class Watcher:
             is_due = now >= self._system_checked + limit
             if is_due or now >= self._checked + 1:
                 known = None if is_due else self._states
-                self._states = check_ports(self._config, known)
+                self._states = probe_ports(self._config, known)
                 self._checked = now
                 if self._states is not known:
                     self._system_checked = now
@@ -547,7 +547,7 @@ def open_transport(config: Config, until: float) -> "Transport":
     return transport
 
 
-def verify(transport: "Transport", config: Config) -> None:
+def verify_host_key(transport: "Transport", config: Config) -> None:
     """Exchange keys; check that the host key is pinned. Raises: UnlockError."""
     is_over = threading.Event()
     try:
@@ -620,7 +620,7 @@ def log_in(transport: "Transport", config: Config) -> None:
         raise UnlockError(Outcome.KEY_REFUSED, detail)
 
 
-def read_lines(channel: "Channel", until: float) -> Iterator[tuple[Line, str]]:
+def read_lines(channel: "Channel", until: float) -> Iterator[tuple[InitrdSays, str]]:
     """Yield what the command says, with the disk or error that it names.
 
     End with the output or, if nothing more comes, at `until` (monotonic seconds).
@@ -641,7 +641,7 @@ def read_lines(channel: "Channel", until: float) -> Iterator[tuple[Line, str]]:
         rest = rest[-MAX_LINE:]
         for line in lines:
             text = line.decode(errors="backslashreplace")
-            for kind in Line:
+            for kind in InitrdSays:
                 found = re.search(kind.value, text)
                 if found:
                     yield kind, "".join(found.groups())
@@ -658,20 +658,20 @@ def wait_for_prompt(
         channel.exec_command(COMMAND)
     except ANY_ERROR:  # the connection was lost, or the server is too busy
         raise UnlockError(*NO_PROMPT) from None
-    for line, name in read_lines(channel, until):
-        if line is Line.ASKS:
+    for said, name in read_lines(channel, until):
+        if said is InitrdSays.ASKS:
             return channel, name
-        if line in UNSENT_ENDINGS:
-            outcome, words = UNSENT_ENDINGS[line]
-            raise UnlockError(outcome, words + passphrase.hide(name))
+        if said in UNSENT_ENDINGS:
+            outcome, words = UNSENT_ENDINGS[said]
+            raise UnlockError(outcome, words + passphrase.redact(name))
     if channel.eof_received or channel.closed:
         channel.status_event.wait(END_SECONDS)  # the status may follow the output
     raise UnlockError(*BY_STATUS.get(channel.exit_status, NO_PROMPT))
 
 
-def answer(
+def send_passphrase(
     channel: "Channel", passphrase: Passphrase, disk: str, until: float
-) -> Line | None:
+) -> InitrdSays | None:
     """Send the passphrase; return the verdict, if there is one.
 
     Ignore earlier output, and success messages for other disks. Raises:
@@ -692,47 +692,47 @@ def answer(
         return None
     with contextlib.suppress(ANY_ERROR):  # the command may have ended already
         channel.shutdown_write()
-    for line, name in read_lines(channel, until):
-        if line is not Line.OPENED or name == disk:
-            return line
+    for said, name in read_lines(channel, until):
+        if said is not InitrdSays.OPENED or name == disk:
+            return said
     return None
 
 
-def explain_verdict(verdict: Line | None, disk: str, opened: str) -> Ending:
+def explain_verdict(verdict: InitrdSays | None, disk: str, opened: str) -> Ending:
     """Return how an unlock ended if the passphrase did not open the disk."""
     outcome, words = Outcome.NOT_CONFIRMED, "the initrd did not confirm it"
-    if verdict is Line.REJECTED:
+    if verdict is InitrdSays.REJECTED:
         outcome, words = Outcome.WRONG_PASSPHRASE, disk
-    elif verdict is Line.ASKS:
+    elif verdict is InitrdSays.ASKS:
         words = "a disk is still asking"
-    elif verdict is Line.GAVE_UP and not opened:
+    elif verdict is InitrdSays.GAVE_UP and not opened:
         outcome, words = Outcome.GAVE_UP, ""
-    elif verdict is Line.GAVE_UP:  # the server may boot without this disk
+    elif verdict is InitrdSays.GAVE_UP:  # the server may boot without this disk
         words = f"the initrd gave up on disk {disk}"
     return outcome, f"{words}; unlocked: {opened}" if opened else words
 
 
-def answer_disks(
+def unlock_disks(
     transport: "Transport", passphrase: Passphrase, deadline: float
 ) -> Result:
     """Answer each disk that asks, once, until no new disk asks. Raises: UnlockError."""
     opened: list[str] = []  # disks
     seconds = PROMPT_SECONDS
     while True:
-        listed = passphrase.hide(", ".join(map(passphrase.hide, opened)), 600)
+        listed = passphrase.redact(", ".join(map(passphrase.redact, opened)), 600)
         try:
             until = min(deadline, time.monotonic() + seconds)
             channel, disk = wait_for_prompt(transport, passphrase, until)
         except ANY_ERROR:  # what is open stays open
             if not opened:
                 raise
-            return conclude(Outcome.UNLOCKED, listed, sent=True)
-        verdict: Line | None = Line.ASKS
+            return make_result(Outcome.UNLOCKED, listed, sent=True)
+        verdict: InitrdSays | None = InitrdSays.ASKS
         if disk not in opened and len(opened) < MAX_DISKS:  # never answer a disk twice
-            verdict = answer(channel, passphrase, disk, deadline)
-        if verdict is not Line.OPENED:
-            ending = explain_verdict(verdict, passphrase.hide(disk), listed)
-            return conclude(*ending, sent=True)
+            verdict = send_passphrase(channel, passphrase, disk, deadline)
+        if verdict is not InitrdSays.OPENED:
+            ending = explain_verdict(verdict, passphrase.redact(disk), listed)
+            return make_result(*ending, sent=True)
         opened.append(disk)
         # Dropbear may end a channel that is opened before the last one has ended.
         channel.status_event.wait(END_SECONDS)
@@ -743,11 +743,11 @@ def unlock(config: Config, passphrase: Passphrase, deadline: float) -> Result:
     """Unlock the disks by `deadline`, in monotonic seconds."""
     try:
         transport = open_transport(config, deadline + 2)
-        verify(transport, config)
+        verify_host_key(transport, config)
         log_in(transport, config)
-        return answer_disks(transport, passphrase, deadline)
+        return unlock_disks(transport, passphrase, deadline)
     except UnlockError as error:
-        return conclude(*error.args)
+        return make_result(*error.args)
 
 
 def find_problem(config: Config) -> str:
@@ -932,7 +932,7 @@ class Phase(enum.Enum):
 
 # After these, the system should boot. A start that ends with one was cancelled, or
 # replaced by the next.
-HOPEFUL: Final = Outcome.UNLOCKED, Outcome.ALREADY_OPEN, Outcome.NOT_CONFIRMED
+SHOULD_BOOT: Final = Outcome.UNLOCKED, Outcome.ALREADY_OPEN, Outcome.NOT_CONFIRMED
 
 
 Process = tuple[Sequence[str], Mapping[str, str]]  # a command and its environment
@@ -967,7 +967,7 @@ class Start:
             return str(self.phase.value)
         if self.outcome is Outcome.UP:
             return "done"
-        is_cancelled = self.outcome in (*HOPEFUL, Outcome.CANCELLED)
+        is_cancelled = self.outcome in (*SHOULD_BOOT, Outcome.CANCELLED)
         return "cancelled" if is_cancelled else "failed"
 
     def show(self, phase: Phase, text: str, outcome: Outcome | None = None) -> None:
@@ -986,7 +986,7 @@ class Start:
         """Show how the unlock ended, and forget the passphrase."""
         self._passphrase = None
         self.result = self.result or result
-        phase = Phase.BOOTING if result.outcome in HOPEFUL else Phase.ENDED
+        phase = Phase.BOOTING if result.outcome in SHOULD_BOOT else Phase.ENDED
         self.show(phase, result.message, result.outcome)
         self.unlock_ended.set()
 
@@ -1017,7 +1017,7 @@ class Start:
             )
         except (OSError, MemoryError) as error:
             reason = getattr(error, "strerror", "there is not enough memory")
-            return conclude(
+            return make_result(
                 Outcome.ERROR, f"the unlocking process cannot start: {reason}"
             )
         report = b""  # its last line
@@ -1035,14 +1035,14 @@ class Start:
                 self.sent |= SENT_REPORT in report
             watchdog.cancel()
         if self.cancelled.is_set() and not self.sent:
-            return conclude(Outcome.CANCELLED)
+            return make_result(Outcome.CANCELLED)
         with contextlib.suppress(ValueError, KeyError, TypeError):  # no result
             members = json.loads(report)
             outcome = OUTCOMES[members["outcome"]]
             return Result(outcome, members["message"], self.sent)
         reason = f"the unlocking process ended with status {child.returncode}"
         outcome = Outcome.NOT_CONFIRMED if self.sent else Outcome.ERROR
-        return conclude(outcome, f"{reason}; see waker's log", sent=self.sent)
+        return make_result(outcome, f"{reason}; see waker's log", sent=self.sent)
 
     def members(self, now: float) -> dict[str, object]:
         """Return what the status says of it."""
@@ -1092,12 +1092,12 @@ class Starter:
             now = time.monotonic()
             ports = self._watcher.check(now)
             if ports.system is PortState.OPEN:
-                return conclude(Outcome.UP)
+                return make_result(Outcome.UP)
             if ports.initrd is PortState.OPEN:
                 return None
             if now > deadline:
                 why = explain_asleep(ports, "" if start.woke else failure)
-                return conclude(Outcome.NOT_AWAKE, why)
+                return make_result(Outcome.NOT_AWAKE, why)
             if now >= packet_due:
                 packet_due = now + PACKET_SECONDS
                 try:
@@ -1109,7 +1109,7 @@ class Starter:
             is_answering = PortState.CLOSED in ports and not failure
             start.show(Phase.WAKING, ANSWERING if is_answering else text)
             if start.cancelled.wait(1):  # second
-                return conclude(Outcome.CANCELLED)
+                return make_result(Outcome.CANCELLED)
 
     def _wake_and_unlock(self, start: Start) -> Result:
         """Wake and unlock; try again while no disk asks."""
@@ -1127,13 +1127,12 @@ class Starter:
                 return result
             now = time.monotonic()
             if now + (now - tried) > give_up:  # another try may take as long
-                is_answered = result == conclude(*NO_PROMPT)
-                return (
-                    conclude(Outcome.NOT_ASKED, NEVER_ASKS) if is_answered else result
-                )
+                is_answered = result == make_result(*NO_PROMPT)
+                never = make_result(Outcome.NOT_ASKED, NEVER_ASKS)
+                return never if is_answered else result
             start.show(Phase.UNLOCKING, result.message)
             if start.cancelled.wait(RETRY_SECONDS):
-                return conclude(Outcome.CANCELLED)
+                return make_result(Outcome.CANCELLED)
 
     def _watch(self, start: Start, result: Result) -> None:
         """Show whether the system's port opens, until it does or time is up."""
@@ -1183,38 +1182,39 @@ class Starter:
     def begin(self, passphrase: Passphrase, now: float, *, waits: bool) -> Start:
         """Begin a start or an unlock.
 
-        Raises: Fault 409 while another may still send its passphrase; 500 if this box
-        cannot unlock; 503 if it is stopping or too busy.
+        Raises: HttpError 409 while another may still send its passphrase; 500 if this
+        box cannot unlock; 503 if it is stopping or too busy.
         """
         problem = find_problem(self._config)  # may take time: not under the lock
         if problem:
             purpose = "start" if waits else "unlock"
-            raise Fault(500, f"Failed to {purpose}: {problem}. {UNSENT}")
+            raise HttpError(500, f"Failed to {purpose}: {problem}. {UNSENT}")
         start = Start(passphrase, now, waits=waits)
         # Not a daemon thread: on exit, Python waits for it.
         thread = threading.Thread(target=self._run, args=(start,), daemon=False)
         with self._lock:
             last = self._last
             if self._is_stopping:
-                raise Fault(503, "waker is stopping")
+                raise HttpError(503, "waker is stopping")
             if last and last.phase in (Phase.WAKING, Phase.UNLOCKING):
                 busy = "Another unlock or start is running; wait until it ends"
-                raise Fault(409, busy)
+                raise HttpError(409, busy)
             try:
                 thread.start()
             except (RuntimeError, MemoryError):
                 start.cancelled.set()  # it may run after all
-                raise Fault(503, "Too busy; try again", ("Retry-After", "5")) from None
+                retry = "Retry-After", "5"
+                raise HttpError(503, "Too busy; try again", retry) from None
             if last:
                 last.cancelled.set()  # it only watches
             self._last = start
         return start
 
     def cancel(self) -> None:
-        """Cancel the running start. Raises: Fault 409 if no start is running."""
+        """Cancel the running start. Raises: HttpError 409 if no start is running."""
         with self._lock:
             if not self._last or self._last.phase is Phase.ENDED:
-                raise Fault(409, "No start is running")
+                raise HttpError(409, "No start is running")
             self._last.cancel()
 
     def stop(self) -> None:
@@ -1260,16 +1260,15 @@ def group_client(client: str) -> str:
     return f"{int(ipaddress.IPv6Address(client)) >> 72:x}::/56"
 
 
-class Gate:
-    """Counts PIN attempts per client, and stores tokens as digests."""
+class PinLimiter:
+    """Counts attempts to guess the PIN, per client."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._attempts: dict[str, list[float]] = {}  # times, by client; newest last
-        self._expiry: dict[bytes, float] = {}  # by token's digest; oldest first
 
-    def count_attempt(self, client: str, now: float) -> None:
-        """Count an attempt. Raises: Fault 429 with Retry-After."""
+    def count(self, client: str, now: float) -> None:
+        """Count an attempt. Raises: HttpError 429 with Retry-After."""
         name = group_client(client)
         with self._lock:
             times = self._attempts.pop(name, [])
@@ -1282,9 +1281,17 @@ class Gate:
                 return
             wait = str(math.ceil(times[0] + ATTEMPT_SECONDS - now))
         text = f"Too many attempts; try again in {wait} s"
-        raise Fault(429, text, ("Retry-After", wait))
+        raise HttpError(429, text, ("Retry-After", wait))
 
-    def issue_token(self, now: float) -> str:
+
+class TokenStore:
+    """Issues bearer tokens, and keeps their digests."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._expiry: dict[bytes, float] = {}  # by token's digest; oldest first
+
+    def issue(self, now: float) -> str:
         """Issue a token; discard the oldest if there are too many."""
         token = secrets.token_urlsafe(32)
         with self._lock:
@@ -1299,8 +1306,8 @@ class Gate:
 
 
 # ---- Handlers and routes -------------------------------------------------------------
-# A handler returns a Response or raises a Fault, which `respond` turns into JSON. Path,
-# method and token are checked in this order; then the handler checks the body.
+# A handler returns a Response or raises an HttpError, which `respond` turns into JSON.
+# Path, method and token are checked in this order; then the handler checks the body.
 
 MAX_BODY: Final = 16384  # bytes: a PIN or a passphrase, with room to spare
 # In Accept-Encoding. With a quality of 0, the client refuses it.
@@ -1333,12 +1340,12 @@ class Response:
 
 
 def parse_body(request: Request, name: str, parse: Callable[[str], T]) -> T:
-    """Parse the text of a JSON body's only member. Raises: Fault 400, 413, 415."""
+    """Parse the text of a JSON body's only member. Raises: HttpError 400, 413, 415."""
     if request.body is None:
-        raise Fault(413, f"The body must have at most {MAX_BODY} bytes")
+        raise HttpError(413, f"The body must have at most {MAX_BODY} bytes")
     kind = request.fields.get("content-type", "")
     if not re.fullmatch(r"(?i)application/json[ \t]*(;.*)?", kind):
-        raise Fault(415, "Content-Type must be application/json")
+        raise HttpError(415, "Content-Type must be application/json")
     # Accept exactly one member, which rules out duplicate names and nesting.
     member = rf'\s*{{\s*"{name}"\s*:\s*("(?:[^"\\]|\\.)*")\s*}}\s*'
     try:
@@ -1349,7 +1356,7 @@ def parse_body(request: Request, name: str, parse: Callable[[str], T]) -> T:
         return parse(text)
     except ValueError:
         form = f'{{"{name}": "<1 to 512 bytes without control characters>"}}'
-        raise Fault(400, f"The body must be {form}") from None
+        raise HttpError(400, f"The body must be {form}") from None
 
 
 class Page:
@@ -1393,7 +1400,8 @@ class App:
     def __init__(self, config: Config, process: Process) -> None:
         self.config = config
         self.page = Page()
-        self.gate = Gate()
+        self.pin_limiter = PinLimiter()
+        self.tokens = TokenStore()
         self.watcher = Watcher(config)
         self.starter = Starter(config, self.watcher, process)
 
@@ -1412,11 +1420,11 @@ def status_members(app: App, now: float) -> dict[str, object]:
 def post_auth(app: App, request: Request) -> Response:
     """Exchange the PIN for a token. A malformed body does not count."""
     pin = parse_body(request, "pin", str.strip)  # pasting may add spaces
-    app.gate.count_attempt(request.client, request.now)
+    app.pin_limiter.count(request.client, request.now)
     if not app.config.pin or not app.config.pin.matches(pin):
-        raise Fault(401, "Wrong PIN", ("WWW-Authenticate", "Bearer"))
+        raise HttpError(401, "Wrong PIN", ("WWW-Authenticate", "Bearer"))
     log(f"ip={request.client} PIN accepted")
-    token = app.gate.issue_token(request.now)
+    token = app.tokens.issue(request.now)
     members = {"token": token, "expires_in": TOKEN_SECONDS}
     try:
         return Response(members | {"status": status_members(app, request.now)})
@@ -1438,12 +1446,12 @@ def post_wol(app: App, request: Request) -> Response:
     try:
         return succeed(request, wake(app.config))
     except OSError as error:
-        raise Fault(500, f"Failed to send WOL packet: {error.strerror}") from None
+        raise HttpError(500, f"Failed to send WOL packet: {error.strerror}") from None
 
 
 def post_unlock(app: App, request: Request) -> Response:
     passphrase = parse_body(request, "passphrase", Passphrase)
-    result = conclude(Outcome.UP)
+    result = make_result(Outcome.UP)
     if app.watcher.check(request.now).system is not PortState.OPEN:
         start = app.starter.begin(passphrase, request.now, waits=False)
         start.unlock_ended.wait()
@@ -1456,7 +1464,7 @@ def post_unlock(app: App, request: Request) -> Response:
         text = f"{text[:-1]}; watch GET /api/status"
     elif status == 500:
         text = f"Failed to unlock: {text}"
-    raise Fault(status, text)
+    raise HttpError(status, text)
 
 
 def post_start(app: App, request: Request) -> Response:
@@ -1485,44 +1493,44 @@ ROUTES: Final[tuple[tuple[str, str, RouteHandler, bool], ...]] = (
 
 
 def dispatch(app: App, request: Request) -> Response:
-    """Find the route, check the token and call the handler. Raises: Fault."""
+    """Find the route, check the token and call the handler. Raises: HttpError."""
     rows = {row[0]: row[2:] for row in ROUTES if row[1] == request.path}
     if "GET" in rows:
         rows["HEAD"] = rows["GET"]
     if not rows:
-        raise Fault(404, "No such path")
+        raise HttpError(404, "No such path")
     if request.method not in rows:
         allowed = ", ".join(sorted(rows))
-        raise Fault(405, f"Allowed here: {allowed}", ("Allow", allowed))
+        raise HttpError(405, f"Allowed here: {allowed}", ("Allow", allowed))
     handler, open_to_all = rows[request.method]
     scheme, _, token = request.fields.get("authorization", "").partition(" ")
-    is_known = app.gate.is_valid(token.strip(" "), request.now)
+    is_known = app.tokens.is_valid(token.strip(" "), request.now)
     if not open_to_all and not (is_known and scheme.lower() == "bearer"):
-        raise Fault(401, "Invalid or expired token", ("WWW-Authenticate", "Bearer"))
+        raise HttpError(401, "Invalid or expired token", ("WWW-Authenticate", "Bearer"))
     return handler(app, request)
 
 
-def respond(app: App, received: Request | Fault, peer: str) -> Response:
-    """Answer a request, or a Fault that was raised while reading it."""
+def respond(app: App, received: Request | HttpError, peer: str) -> Response:
+    """Answer a request, or an HttpError that was raised while reading it."""
     what = "a request"
     client = peer
     try:
-        if isinstance(received, Fault):
+        if isinstance(received, HttpError):
             raise received
         what = f"{received.method} {received.path}"
         client = received.client
         return dispatch(app, received)
-    except Fault as error:
-        fault = error.with_traceback(None)  # breaks a reference cycle
+    except HttpError as error:
+        refusal = error.with_traceback(None)  # breaks a reference cycle
     except Exception as error:  # noqa: BLE001 - every client gets an answer
         log(describe_bug(error))
-        fault = Fault(500, "Internal error; see waker's log")
-    line = f"refused {what}: {fault.status} {fault}"
+        refusal = HttpError(500, "Internal error; see waker's log")
+    line = f"refused {what}: {refusal.status} {refusal}"
     # A trusted proxy is not named: fail2ban would ban everybody behind it.
     if client not in app.config.proxies:
         line = f"ip={client} {line}"
     log(line)
-    return Response({"error": str(fault)}, fault.status, *fault.headers)
+    return Response({"error": str(refusal)}, refusal.status, *refusal.headers)
 
 
 # ---- HTTP ----------------------------------------------------------------------------
@@ -1545,16 +1553,16 @@ HEAD: Final = re.compile(
 
 
 def parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:
-    """Return method, path, and fields by lower-case name. Raises: Fault 400, 431.
+    """Return method, path, and fields by lower-case name. Raises: HttpError 400, 431.
 
     The values of a repeated field are joined by commas.
     """
     if head.count(b"\r\n") > MAX_FIELDS + 1:
-        raise Fault(431, f"The head must have at most {MAX_FIELDS} fields")
+        raise HttpError(431, f"The head must have at most {MAX_FIELDS} fields")
     found = HEAD.fullmatch(head)
     if not found:
         form = "METHOD PATH HTTP/1.1 and fields NAME: VALUE, each with CR LF"
-        raise Fault(400, f"A request must begin with {form}")
+        raise HttpError(400, f"A request must begin with {form}")
     fields: dict[str, str] = {}
     for line in found[3].decode("latin-1").split("\r\n")[:-1]:
         name, _, value = line.partition(":")
@@ -1567,24 +1575,24 @@ def parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:
 def read_request(
     data: bytes, receive: Callable[[], bytes], peer: str, proxies: frozenset[str]
 ) -> Request:
-    """Read a request that begins with `data`. Raises: Fault; OSError by `receive`.
+    """Read a request that begins with `data`. Raises: HttpError; OSError by `receive`.
 
     A body that is too long stays unread.
     """
     if not re.match(TCHAR, data):  # no method begins so: do not wait for more
         looks = "https://" if data[:1] == b"\x16" else "another protocol"
-        raise Fault(400, f"This looks like {looks}; use http://")
+        raise HttpError(400, f"This looks like {looks}; use http://")
     while b"\r\n\r\n" not in data[:MAX_HEAD]:
         if len(data) >= MAX_HEAD:
-            raise Fault(431, f"The head must have at most {MAX_HEAD} bytes")
+            raise HttpError(431, f"The head must have at most {MAX_HEAD} bytes")
         data += receive()
     head, _, body = data.partition(b"\r\n\r\n")
     method, path, fields = parse_head(head + b"\r\n")
     if "transfer-encoding" in fields:
-        raise Fault(501, "Transfer-Encoding is not supported; send Content-Length")
+        raise HttpError(501, "Transfer-Encoding is not supported; send Content-Length")
     length = fields.get("content-length", "0")
     if not re.fullmatch("0|[1-9][0-9]{0,17}", length):
-        raise Fault(400, "Content-Length must be one decimal number")
+        raise HttpError(400, "Content-Length must be one decimal number")
     is_short = int(length) <= MAX_BODY
     while is_short and len(body) < int(length):
         body += receive()
@@ -1630,7 +1638,7 @@ class Handler(BaseHTTPRequestHandler):
             self.request.shutdown(socket.SHUT_RD)
 
     def receive(self) -> bytes:
-        """Return what has arrived, or arrives next. Raises: OSError; Fault 400.
+        """Return what has arrived, or arrives next. Raises: OSError; HttpError 400.
 
         While it waits, the server may drop the connection.
         """
@@ -1647,7 +1655,7 @@ class Handler(BaseHTTPRequestHandler):
         if not data and self.is_dropped:
             raise ConnectionAbortedError
         if not data:
-            raise Fault(400, "The request ended before it was complete")
+            raise HttpError(400, "The request ended before it was complete")
         return data
 
     def render(self, response: Response, *, with_body: bool) -> bytes:
@@ -1673,15 +1681,15 @@ class Handler(BaseHTTPRequestHandler):
         self.group = group_client(peer)
         self.deadline = time.monotonic() + CLIENT_SECONDS
         self.is_dropped = False
-        with contextlib.suppress(OSError, Fault):  # it has gone, or is too slow
+        with contextlib.suppress(OSError, HttpError):  # it has gone, or is too slow
             data = self.receive()
-            received: Request | Fault
+            received: Request | HttpError
             try:
                 received = read_request(data, self.receive, peer, app.config.proxies)
-            except Fault as fault:
-                received = fault
+            except HttpError as refusal:
+                received = refusal
             except TimeoutError:
-                received = Fault(408, f"The request took over {CLIENT_SECONDS} s")
+                received = HttpError(408, f"The request took over {CLIENT_SECONDS} s")
             response = respond(app, received, peer)
             is_head = isinstance(received, Request) and received.method == "HEAD"
             self.request.settimeout(CLIENT_SECONDS)
@@ -1816,10 +1824,10 @@ def print_unlock(config: Config, seconds: int) -> int:
         try:
             passphrase = read_passphrase()
         except KeyboardInterrupt:
-            result = conclude(Outcome.CANCELLED)
+            result = make_result(Outcome.CANCELLED)
         except (ValueError, EOFError, OSError):
             form = "1 to 512 bytes of UTF-8 without control characters"
-            result = conclude(Outcome.ERROR, f"a passphrase is {form}")
+            result = make_result(Outcome.ERROR, f"a passphrase is {form}")
         else:
             if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)  # end without a traceback
@@ -1879,7 +1887,7 @@ def run_command(parsed: argparse.Namespace) -> int:
     folder = file.absolute().parent if file else Path.cwd()
     if parsed.command == "state":
         config = read_config(values, folder, PORTS)
-        print(json.dumps(check_ports(config).members()))
+        print(json.dumps(probe_ports(config).members()))
         return 0
     if parsed.command == "unlock":
         config = read_config(values, folder, PORTS + LOGIN)

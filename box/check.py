@@ -146,14 +146,14 @@ def check_unlocking(config: Config) -> Iterator[Finding]:
         key = waker.load_key(config.key)
         yield subject, f"{key.get_name()} {waker.fingerprint(key.asbytes())}", OK
         subject = "host key"
-        ports = waker.check_ports(config)
+        ports = waker.probe_ports(config)
         if ports.initrd is not PortState.OPEN or ports.system is PortState.OPEN:
             seen = "not seen" if config.host_key else "WAKER_SSH_HOST_KEY is not set"
             text = f"{seen}; check again while the initrd waits for its passphrase"
             yield subject, text, HINT
             return
         transport = waker.open_transport(config, time.monotonic() + CHECK_SECONDS)
-        waker.verify(transport, config)
+        waker.verify_host_key(transport, config)
         yield subject, "pinned and verified", OK
         subject = "login"
         waker.log_in(transport, config)

@@ -88,40 +88,40 @@ def test_attempts_are_counted_by_address_or_network(
 @pytest.mark.parametrize("later", [9, 9.25, 9.5, 9.75, 59.01])
 def test_a_client_that_waits_as_told_is_let_in(later: float) -> None:
     """Once. And it is told to wait less than a second longer than it must."""
-    gate = waker.Gate()
+    limiter = waker.PinLimiter()
     for attempt in range(10):
-        gate.count_attempt("192.0.2.1", attempt)
-    with pytest.raises(waker.Fault) as refusal:
-        gate.count_attempt("192.0.2.1", later)
+        limiter.count("192.0.2.1", attempt)
+    with pytest.raises(waker.HttpError) as refusal:
+        limiter.count("192.0.2.1", later)
     seconds = int(dict(refusal.value.headers)["Retry-After"])
     assert later + seconds < 60 + 1
-    gate.count_attempt("192.0.2.1", later + seconds)
-    with pytest.raises(waker.Fault):
-        gate.count_attempt("192.0.2.1", later + seconds)
+    limiter.count("192.0.2.1", later + seconds)
+    with pytest.raises(waker.HttpError):
+        limiter.count("192.0.2.1", later + seconds)
 
 
 def test_4096_clients_are_remembered_and_the_least_recent_is_forgotten() -> None:
-    gate = waker.Gate()
+    limiter = waker.PinLimiter()
     for attempt in range(10):
-        gate.count_attempt("192.0.2.1", attempt)
+        limiter.count("192.0.2.1", attempt)
     for prefix in ("2001:db8", "2001:db9"):
         for number in range(4095):
-            gate.count_attempt(f"{prefix}:{number:x}::1", 10)
-        with pytest.raises(waker.Fault):
-            gate.count_attempt("192.0.2.1", 10)  # the most recent now
+            limiter.count(f"{prefix}:{number:x}::1", 10)
+        with pytest.raises(waker.HttpError):
+            limiter.count("192.0.2.1", 10)  # the most recent now
     for number in range(4096):
-        gate.count_attempt(f"2001:db8:{number:x}::1", 10)
-    gate.count_attempt("192.0.2.1", 10)
+        limiter.count(f"2001:db8:{number:x}::1", 10)
+    limiter.count("192.0.2.1", 10)
 
 
 def test_a_token_ends_after_15_minutes_or_when_64_others_are_newer() -> None:
-    gate = waker.Gate()
-    first, *others = (gate.issue_token(0) for _ in range(65))
+    tokens = waker.TokenStore()
+    first, *others = (tokens.issue(0) for _ in range(65))
     assert len({first, *others}) == 65
     assert min(map(len, others)) >= 43  # 32 bytes in base64
-    assert not gate.is_valid(first, 0)
-    assert all(gate.is_valid(token, 899.9) for token in others)
-    assert not any(gate.is_valid(token, 900) for token in others)
+    assert not tokens.is_valid(first, 0)
+    assert all(tokens.is_valid(each, 899.9) for each in others)
+    assert not any(tokens.is_valid(each, 900) for each in others)
 
 
 PROTECTED = (

@@ -43,10 +43,10 @@ import waker
 def test_a_value_does_not_show_its_secret_when_it_is_printed() -> None:
     config = waker.read_config(MACHINE | {"WAKER_PIN": PIN}, Path())
     app = waker.App(config, ([], {}))
-    token = app.gate.issue_token(0)
+    token = app.tokens.issue(0)
     body = json.dumps({"passphrase": PASSPHRASE}).encode()
     values = [
-        *(config, config.pin, waker.Passphrase(PASSPHRASE), app, app.gate),
+        *(config, config.pin, waker.Passphrase(PASSPHRASE), app, app.tokens),
         waker.Request("POST", "/x", {"x": token}, body, "192.0.2.1", 0),
         waker.Response({"token": token}),
     ]

@@ -419,7 +419,7 @@ def test_a_start_that_gets_no_thread_has_not_begun(machine: Machine) -> None:
     for shown in (None, "done"):  # what is shown stays
         usual = threading.stack_size(1 << 46)  # bytes: more than any system has
         try:
-            with pytest.raises(waker.Fault, match="Too busy"):
+            with pytest.raises(waker.HttpError, match="Too busy"):
                 run_start(starter)
         finally:
             threading.stack_size(usual)

@@ -43,7 +43,7 @@ def write(method: str, path: str, others: list[tuple[str, str]], body: bytes) ->
 
 def end() -> bytes:
     """Stand in for a client that sends no more."""
-    raise waker.Fault(400, "The request ended")
+    raise waker.HttpError(400, "The request ended")
 
 
 @seed(SEED)
@@ -59,9 +59,9 @@ def test_a_request_is_refused_or_parsed_as_h11_parses_it(
     data = "".join(pieces).encode("latin-1")
     try:
         request = waker.read_request(data, end, PEER, frozenset())
-    except waker.Fault as fault:
+    except waker.HttpError as refusal:
         assert edits, "a valid request was refused"
-        assert fault.status in {400, 431, 501}
+        assert refusal.status in {400, 431, 501}
         return
     peer = h11.Connection(h11.SERVER)
     peer.receive_data(data)
