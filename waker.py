@@ -1890,9 +1890,7 @@ def run_command(parsed: argparse.Namespace) -> int:
         print(json.dumps(probe_ports(config).members()))
         return 0
     if parsed.command == "unlock":
-        config = read_config(values, folder, PORTS + LOGIN)
-        # Not sys.exit: paramiko's threads would take 15 s to end.
-        os._exit(print_unlock(config, parsed.seconds))
+        return print_unlock(read_config(values, folder, PORTS + LOGIN), parsed.seconds)
     config = read_config(values, folder)
     # For the process that unlocks. PYTHONPATH, say, may be what makes paramiko
     # available. The PIN stays here.
@@ -1933,8 +1931,12 @@ def run_safely(command: Callable[[], int], *, loads_paramiko: bool) -> int:
 def main(arguments: Sequence[str], others: Sequence[Command] = ()) -> int:
     """Run a command, and return the exit status; box/ has the `others`."""
     parsed = parse_arguments(arguments, others)
+    is_unlock = parsed.command == "unlock"
     command = functools.partial(run_command, parsed)
-    return run_safely(command, loads_paramiko=parsed.command == "unlock")
+    status = run_safely(command, loads_paramiko=is_unlock)
+    if is_unlock:
+        os._exit(status)  # paramiko's threads would take 15 s to end
+    return status
 
 
 if __name__ == "__main__":

@@ -175,8 +175,7 @@ def check(env_file: Path | None) -> int:
         subject, text, verdict = finding
         print(waker.printable(f"{verdict:7}{subject:15}{text}"), flush=True)
         status |= verdict == WRONG
-    # Not sys.exit: paramiko's threads would take 15 s to end.
-    os._exit(status)
+    return status
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -187,4 +186,5 @@ def main(arguments: Sequence[str]) -> int:
     env_file = parser.parse_args(arguments).env_file
     for number in (signal.SIGINT, signal.SIGPIPE):  # end without a traceback
         signal.signal(number, signal.SIG_DFL)
-    return waker.run_safely(partial(check, env_file), loads_paramiko=True)
+    status = waker.run_safely(partial(check, env_file), loads_paramiko=True)
+    os._exit(status)  # paramiko's threads would take 15 s to end
