@@ -96,6 +96,7 @@ class Pin:
             raise ValueError
         # Not to hide it: `compare_digest` needs equal lengths to take equal time.
         self._digest: Final = sha256(text.encode())
+        self.is_number: Final = text.isdecimal()
 
     def matches(self, text: str) -> bool:
         return secrets.compare_digest(sha256(text.encode()), self._digest)
@@ -128,29 +129,28 @@ HOST_KEY_LINE: Final = re.compile(
 
 def parse_host_keys(text: str) -> tuple[HostKey, ...]:
     """Parse comma-separated lines of .pub or known_hosts files, if any."""
-    pairs = HOST_KEY_LINE.findall(text)
-    # A key of an unknown type must not pass as a comment on another.
-    if len(pairs) != len(re.findall(r"\bAAAA", text)) or (text and not pairs):
-        raise ValueError
-    # Two keys need a comma between them: the second must not pass as a comment.
-    rests = (part.partition("AAAA")[2] for part in text.split(","))
-    if any(re.search(r"\sAAAA", rest) for rest in rests):
-        raise ValueError
     # With a NUL, the text could not be passed on to the process that unlocks.
     if re.search(r"@(revoked|cert-authority)|[\0-\x08\x0e-\x1f\x7f-\x9f]", text):
         raise ValueError
     keys: list[HostKey] = []
-    for kind, encoded in pairs:
-        blob = base64.b64decode(encoded, validate=True)
-        # RFC 4253, 6.6: each field of the blob follows its length in 4 bytes. The first
-        # is the type. If the fields do not fill the blob, the paste was truncated.
-        first = len(kind).to_bytes(4) + kind.encode()
-        end = len(first)
-        while end < len(blob):
-            end += 4 + int.from_bytes(blob[end : end + 4])
-        if end != len(blob) or blob == first or not blob.startswith(first):
+    for part in text.split(","):
+        found = HOST_KEY_LINE.findall(part)
+        # No key of an unknown type, and no second one, may pass as a comment.
+        if len(found) > 1 or len(found) != len(re.findall(r"\bAAAA", part)):
             raise ValueError
-        keys.append(HostKey(blob))
+        for kind, encoded in found:
+            blob = base64.b64decode(encoded, validate=True)
+            # RFC 4253, 6.6: each field follows its length in 4 bytes, and the type is
+            # the first. If the fields do not fill the blob, the paste was truncated.
+            first = len(kind).to_bytes(4) + kind.encode()
+            end = len(first)
+            while end < len(blob):
+                end += 4 + int.from_bytes(blob[end : end + 4])
+            if end != len(blob) or blob == first or not blob.startswith(first):
+                raise ValueError
+            keys.append(HostKey(blob))
+    if text and not keys:
+        raise ValueError
     return tuple(keys)
 
 
@@ -207,18 +207,13 @@ class HttpError(Exception):
 
 
 # ---- Outcomes ------------------------------------------------------------------------
-# How an unlock or a start can end. Only text printed by the initrd means UNLOCKED or
-# WRONG_PASSPHRASE.
+# How an unlock or a start ends. UNLOCKED and WRONG_PASSPHRASE are the initrd's words.
 
 UNSENT: Final = "The passphrase was not sent."
 
 
 class Outcome(enum.Enum):
-    """How an unlock or a start ended.
-
-    A word for programs, the HTTP status of POST /api/unlock, and a sentence for people,
-    which a detail may follow.
-    """
+    """A word for programs, the status of POST /api/unlock, a sentence to complete."""
 
     UNLOCKED = "unlocked", 200, "Unlocked: "
     ALREADY_OPEN = "already_open", 200, "all disks seem to be open already"
@@ -807,7 +802,7 @@ def parse_addresses(text: str) -> frozenset[str]:
 Setting = tuple[str, str, Callable[[str], object], str]
 PARSE_USER: Final = functools.partial(match_whole, "[!-~]{1,64}")
 PARSE_NAME: Final = functools.partial(
-    match_whole, "[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{0,64}"
+    match_whole, r"[^\0-\x1f\x7f-\x9f\ud800-\udfff]{0,64}"
 )
 SETTINGS: Final[Mapping[str, Setting]] = {
     "WAKER_HOMELAB_HOST": ("host", "", plain_address, "the server's IP address"),
@@ -867,10 +862,7 @@ def read_env_file(path: Path) -> dict[str, str]:
 def read_config(
     values: Mapping[str, str], folder: Path, needs: Iterable[str] = SETTINGS
 ) -> Config:
-    """Parse the settings in `needs`; relative paths start at `folder`.
-
-    Raises: ConfigError
-    """
+    """Parse the settings in `needs`; paths start at `folder`. Raises: ConfigError."""
     unknown = sorted(values.keys() - SETTINGS.keys())
     mistakes = [f"{name} is not a setting; see `waker --help`" for name in unknown]
     parsed: dict[str, Any] = {}
@@ -889,8 +881,7 @@ def read_config(
             parsed[field] = folder / value if isinstance(value, Path) else value
     config = Config(**parsed)
     if config.broadcast == LIMITED and ":" in config.host:
-        must = "must be set: WAKER_HOMELAB_HOST is IPv6"
-        mistakes.append(f"WAKER_HOMELAB_BROADCAST {must}")
+        mistakes.append("WAKER_HOMELAB_BROADCAST must be set for an IPv6 host")
     if config.host_key and "key" in parsed:
         problem = find_key_problem(config.key)
         mistakes += [f"WAKER_SSH_KEY {problem}"] if problem else []
@@ -1360,10 +1351,9 @@ def parse_body(request: Request, name: str, parse: Callable[[str], T]) -> T:
 
 
 class Page:
-    """The page and the icon for iPhones, as they are sent."""
+    """The page and the icon for iPhones, as they are sent. Raises: ConfigError."""
 
     def __init__(self) -> None:
-        """Load them. Raises: ConfigError."""
         try:
             if HERE.is_dir():
                 source = HERE.joinpath("ui.html").read_bytes()
@@ -1534,9 +1524,10 @@ def respond(app: App, received: Request | HttpError, peer: str) -> Response:
 
 
 # ---- HTTP ----------------------------------------------------------------------------
-# Refuse ambiguous requests, which could be smuggled past a proxy. All patterns run in
-# linear time. A connection has a thread, one request and a deadline. If there are
-# too many connections, some are dropped. Sources: RFC 9110, 9112.
+# http.server accepts connections; the grammar is ours, because its own reads a bare CR
+# as a new field. Refuse ambiguous requests, which could be smuggled past a proxy. All
+# patterns run in linear time. A connection has a thread, one request and a deadline. If
+# there are too many, some are dropped. Sources: RFC 9110, 9112.
 
 MAX_HEAD: Final = 16384  # bytes, with the empty line
 MAX_FIELDS: Final = 100  # a browser sends 20; thousands of tiny ones cost CPU
@@ -1553,10 +1544,7 @@ HEAD: Final = re.compile(
 
 
 def parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:
-    """Return method, path, and fields by lower-case name. Raises: HttpError 400, 431.
-
-    The values of a repeated field are joined by commas.
-    """
+    """Return method, path, fields by lower-case name. Raises: HttpError 400, 431."""
     if head.count(b"\r\n") > MAX_FIELDS + 1:
         raise HttpError(431, f"The head must have at most {MAX_FIELDS} fields")
     found = HEAD.fullmatch(head)
@@ -1567,7 +1555,7 @@ def parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:
     for line in found[3].decode("latin-1").split("\r\n")[:-1]:
         name, _, value = line.partition(":")
         name = name.lower()
-        before = f"{fields[name]}, " if name in fields else ""
+        before = f"{fields[name]}, " if name in fields else ""  # it is repeated
         fields[name] = before + value.strip(" \t")
     return found[1].decode(), found[2].decode(), fields
 
@@ -1575,10 +1563,7 @@ def parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:
 def read_request(
     data: bytes, receive: Callable[[], bytes], peer: str, proxies: frozenset[str]
 ) -> Request:
-    """Read a request that begins with `data`. Raises: HttpError; OSError by `receive`.
-
-    A body that is too long stays unread.
-    """
+    """Read a request that begins with `data`. Raises: HttpError, OSError."""
     if not re.match(TCHAR, data):  # no method begins so: do not wait for more
         looks = "https://" if data[:1] == b"\x16" else "another protocol"
         raise HttpError(400, f"This looks like {looks}; use http://")
@@ -1600,8 +1585,7 @@ def read_request(
     client = peer
     forwarded = fields.get("x-forwarded-for", "")
     hops = forwarded.rsplit(",", 16)
-    # Behind an unknown proxy, all clients share one limit. The page polls with its
-    # token; do not log that.
+    # Behind an unknown proxy, all clients share one limit. Do not log polls.
     if forwarded and peer not in proxies and "authorization" not in fields:
         log(f"ip={peer} sends X-Forwarded-For, but is not in WAKER_TRUSTED_PROXY")
     with contextlib.suppress(ValueError):  # not an address: stop here
@@ -1638,12 +1622,9 @@ class Handler(BaseHTTPRequestHandler):
             self.request.shutdown(socket.SHUT_RD)
 
     def receive(self) -> bytes:
-        """Return what has arrived, or arrives next. Raises: OSError; HttpError 400.
-
-        While it waits, the server may drop the connection.
-        """
+        """Return what has arrived, or arrives next. Raises: OSError; HttpError 400."""
         self.request.settimeout(max(self.deadline - time.monotonic(), 0.001))
-        self.server.waiting.add(self)
+        self.server.waiting.add(self)  # and may be dropped
         if self.server.is_stopping:
             self.drop()
         try:
@@ -1759,14 +1740,11 @@ class Server(ThreadingHTTPServer):
             log(describe_bug(error))
 
     def stop(self) -> None:
-        """Stop listening, and drop clients whose request is incomplete.
-
-        Requests that are being answered end later.
-        """
+        """Stop listening, and drop clients whose request is incomplete."""
         self.socket.shutdown(socket.SHUT_RDWR)  # this wakes `serve_forever`
         self.shutdown()
         self.is_stopping = True
-        for handler in self.waiting.copy():
+        for handler in self.waiting.copy():  # the others are answered first
             handler.drop()
         self.server_close()
 
@@ -1775,12 +1753,13 @@ class Server(ThreadingHTTPServer):
 # What `waker.py` does when it is run.
 
 MAX_MEMORY: Final = 64 << 20  # bytes of data; twice what an unlock or check needs
-Command = tuple[str, str]  # its name and its purpose
-COMMANDS: Final[Sequence[Command]] = (
-    ("serve", "run the web page; the default"),
-    ("unlock", "unlock once, with a passphrase from standard input"),
-    ("state", "print the server's state as JSON"),
-)
+Check = Callable[[Config, Path | None], int]  # of the settings and their file
+Commands = dict[str, str]  # what they are for, by name
+COMMANDS: Final[Commands] = {
+    "serve": "run the web page; the default",
+    "unlock": "unlock once, with a passphrase from standard input",
+    "state": "print the server's state as JSON",
+}
 
 
 def serve(app: App) -> int:
@@ -1816,10 +1795,7 @@ def read_passphrase() -> Passphrase:
 
 
 def print_unlock(config: Config, seconds: int) -> int:
-    """Read a passphrase, unlock within `seconds`, print the result; return the status.
-
-    SIGTERM and ^C end it before the passphrase is sent, but not afterwards.
-    """
+    """Read a passphrase, unlock within `seconds`, print how; return the status."""
     try:
         try:
             passphrase = read_passphrase()
@@ -1847,10 +1823,7 @@ def print_unlock(config: Config, seconds: int) -> int:
     return int(result.outcome.status != 200)
 
 
-def parse_arguments(
-    arguments: Sequence[str], others: Sequence[Command] = ()
-) -> argparse.Namespace:
-    commands = dict((*COMMANDS, *others))
+def parse_arguments(argv: Sequence[str], commands: Commands) -> argparse.Namespace:
     lines = [f"  {name:25}{purpose}" for name, purpose in commands.items()]
     lines += ["", f"settings, from the environment and FILE, or else from {ENV_FILE}:"]
     for name, (_, default, _, form) in SETTINGS.items():
@@ -1866,25 +1839,19 @@ def parse_arguments(
     add("--env-file", metavar="FILE", type=Path, help="settings: lines NAME=value")
     limit = "limit for unlock, 6 to 9999"
     add("--seconds", metavar="N", type=int, default=UNLOCK_SECONDS, help=limit)
-    about = "what to do [serve]"
-    add("command", nargs="?", choices=commands, default="serve", help=about)
-    parsed = parser.parse_args(arguments)
+    add("command", nargs="?", choices=commands, default="serve", help="what to do")
+    parsed = parser.parse_args(argv)
     if not 5 < parsed.seconds < 10_000:
         parser.error("argument --seconds: N must be 6 to 9999")
     return parsed
 
 
-def find_settings(env_file: Path | None) -> tuple[dict[str, str], Path | None]:
-    """Return the settings, and the file that they came from. Raises: ConfigError."""
-    ours = {n: v for n, v in os.environ.items() if n.startswith("WAKER_")}
-    file = env_file or (None if ours else Path(ENV_FILE))
-    return (read_env_file(file) if file else {}) | ours, file
-
-
-def run_command(parsed: argparse.Namespace) -> int:
+def run_command(parsed: argparse.Namespace, check: Check | None) -> int:
     """Read the settings and run a command. Raises: ConfigError."""
-    values, file = find_settings(parsed.env_file)
+    ours = {n: v for n, v in os.environ.items() if n.startswith("WAKER_")}
+    file = parsed.env_file or (None if ours else Path(ENV_FILE))
     folder = file.absolute().parent if file else Path.cwd()
+    values = (read_env_file(file) if file else {}) | ours
     if parsed.command == "state":
         config = read_config(values, folder, PORTS)
         print(json.dumps(probe_ports(config).members()))
@@ -1892,9 +1859,10 @@ def run_command(parsed: argparse.Namespace) -> int:
     if parsed.command == "unlock":
         return print_unlock(read_config(values, folder, PORTS + LOGIN), parsed.seconds)
     config = read_config(values, folder)
-    # For the process that unlocks. PYTHONPATH, say, may be what makes paramiko
-    # available. The PIN stays here.
-    environment = {n: v for n, v in os.environ.items() if not n.startswith("WAKER_")}
+    if check:
+        return check(config, file)
+    # For the process that unlocks. The PIN stays here; PYTHONPATH may have paramiko.
+    environment = {n: v for n, v in os.environ.items() if n not in ours}
     environment |= {name: values[name] for name in PORTS + LOGIN if name in values}
     environment["WAKER_SSH_KEY"] = str(config.key)
     program = Path(__file__).resolve() if HERE.is_dir() else HERE
@@ -1902,8 +1870,12 @@ def run_command(parsed: argparse.Namespace) -> int:
     return serve(App(config, (unlocks, environment)))
 
 
-def run_safely(command: Callable[[], int], *, loads_paramiko: bool) -> int:
-    """Set up this process, run a command in it, and return the exit status."""
+def main(
+    argv: Sequence[str], commands: Commands = COMMANDS, check: Check | None = None
+) -> int:
+    """Run a command, and return the exit status. `check` is what box/ runs instead."""
+    parsed = parse_arguments(argv, commands)
+    loads_paramiko = check or parsed.command == "unlock"
     # Open descriptors 0 to 2 if they are closed: 2 is the log, and must be no client.
     spare = os.open(os.devnull, os.O_RDWR)
     while spare <= 2:
@@ -1921,21 +1893,13 @@ def run_safely(command: Callable[[], int], *, loads_paramiko: bool) -> int:
             resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
     warnings.simplefilter("ignore")  # paramiko uses what cryptography deprecates
     try:
-        return command()
+        status = run_command(parsed, check)
     except ConfigError as error:
         for line in str(error).splitlines():
             log(line)
-        return os.EX_CONFIG  # the unit does not restart it then
-
-
-def main(arguments: Sequence[str], others: Sequence[Command] = ()) -> int:
-    """Run a command, and return the exit status; box/ has the `others`."""
-    parsed = parse_arguments(arguments, others)
-    is_unlock = parsed.command == "unlock"
-    command = functools.partial(run_command, parsed)
-    status = run_safely(command, loads_paramiko=is_unlock)
-    if is_unlock:
-        os._exit(status)  # paramiko's threads would take 15 s to end
+        status = os.EX_CONFIG  # the unit does not restart it then
+    if loads_paramiko:
+        os._exit(status)  # its threads would take 15 s to end
     return status
 
 

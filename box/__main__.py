@@ -8,12 +8,12 @@ import sys
 
 import waker
 
-HELP = (
-    ("install", "install waker on this box, or upgrade it"),
-    ("prepare", "prepare a server, so that waker can unlock it"),
-    ("check", "find out why waking or unlocking does not work"),
-    ("uninstall", "remove waker from this box"),
-)
+COMMANDS = waker.COMMANDS | {
+    "install": "install waker on this box, or upgrade it",
+    "prepare": "prepare a server, so that waker can unlock it",
+    "check": "find out why waking or unlocking does not work",
+    "uninstall": "remove waker from this box",
+}
 TAKE_A_VALUE = "--env-file", "--seconds"
 
 
@@ -42,10 +42,10 @@ def main(arguments: list[str]) -> int:
 
         return prepare.main(others)
     if command == "check":
-        from box import check
+        from box.check import check
 
-        return check.main(others)
-    return waker.main(arguments, HELP)
+        return waker.main(arguments, COMMANDS, check)
+    return waker.main(arguments, COMMANDS)
 
 
 if __name__ == "__main__":

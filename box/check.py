@@ -3,7 +3,6 @@
 It checks what both need, in the order of use, and sends no magic packet and no secret.
 """
 
-import argparse
 import contextlib
 import errno
 import fcntl
@@ -14,8 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -63,16 +61,14 @@ def find_tunnel(address: str) -> str:
     return ""
 
 
-def check_box(
-    config: Config, file: Path | None, *, is_pin_a_number: bool
-) -> Iterator[Finding]:
+def check_box(config: Config, file: Path | None) -> Iterator[Finding]:
     """Check settings, web port and magic packet."""
     if file and file.stat().st_mode & 0o007:
         problem = f"{file} is open to others; run: chmod 600 {file}"
         yield "configuration", problem, WRONG
     else:
         yield "configuration", "all settings are valid", OK
-    if is_pin_a_number:
+    if config.pin and config.pin.is_number:
         yield "PIN", "digits only: enough behind a VPN, not on the internet", HINT
     finding = f"{config.listen[1]} is free", OK
     try:
@@ -164,27 +160,14 @@ def check_unlocking(config: Config) -> Iterator[Finding]:
         yield subject, outcome.sentence + words, HINT if is_unpinned else WRONG
 
 
-def check(env_file: Path | None) -> int:
-    """Print each finding at once. Raises: ConfigError."""
-    values, file = waker.find_settings(env_file)
-    config = waker.read_config(values, file.absolute().parent if file else Path.cwd())
+def check(config: Config, file: Path | None) -> int:
+    """Print each finding at once; return 1 if anything is wrong."""
+    for number in (signal.SIGINT, signal.SIGPIPE):  # end without a traceback
+        signal.signal(number, signal.SIG_DFL)
     waker.Page()  # or waker would not start
-    box = check_box(config, file, is_pin_a_number=values["WAKER_PIN"].isdecimal())
     status = 0
-    for finding in chain(box, check_ports_and_mac(config), check_unlocking(config)):
-        subject, text, verdict = finding
+    findings = check_box(config, file), check_ports_and_mac(config)
+    for subject, text, verdict in chain(*findings, check_unlocking(config)):
         print(waker.printable(f"{verdict:7}{subject:15}{text}"), flush=True)
         status |= verdict == WRONG
     return status
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Check the box; 0: nothing is wrong; 1: something is; 78: a setting is."""
-    parser = argparse.ArgumentParser(prog="waker check", allow_abbrev=False)
-    parser.description = "Find out why waking or unlocking does not work."
-    parser.add_argument("--env-file", metavar="FILE", type=Path, help="the settings")
-    env_file = parser.parse_args(arguments).env_file
-    for number in (signal.SIGINT, signal.SIGPIPE):  # end without a traceback
-        signal.signal(number, signal.SIG_DFL)
-    status = waker.run_safely(partial(check, env_file), loads_paramiko=True)
-    os._exit(status)  # paramiko's threads would take 15 s to end

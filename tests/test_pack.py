@@ -171,7 +171,7 @@ def test_the_compiled_code_is_what_runs_unless_this_python_differs(
 
 
 def test_its_statuses_and_messages_are_those_of_the_checkout(program: Path) -> None:
-    for arguments in (["--env-file", "/nowhere"], ["unlock"], ["check", "--env=x"]):
+    for arguments in (["--env-file", "/nowhere"], ["unlock"], ["check"]):
         here = run_waker(*arguments, program=BOX)
         assert here.returncode
         assert run(program, *arguments) == (here.returncode, here.stdout + here.stderr)
@@ -205,7 +205,7 @@ def test_a_command_may_stand_behind_options(program: Path, tmp_path: Path) -> No
         for arguments in ([*options, "check"], ["check", *options]):
             status, shown = run(program, *arguments)
             assert (status, shown.startswith(f"{file}, line 1 must")) == (78, True)
-    for command in ("install", "uninstall", "check", "prepare"):
+    for command in ("install", "uninstall", "prepare"):
         usage = f"usage: waker {command} ["
         assert run(program, command, "--help")[1].startswith(usage)
 
