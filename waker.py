@@ -336,7 +336,10 @@ def describe_bug(error: BaseException) -> str:
 # connecting to its two ports, within a second.
 
 PROBE_SECONDS: Final = 0.4  # for each port to answer: a LAN takes milliseconds
-SYSTEM_SECONDS: Final = 8  # between checks of the system's port
+SYSTEM_SECONDS: Final = 8  # between probes of the system's port
+OPEN_SECONDS: Final = 10  # for which a port that was open survives a silence
+LIMIT_SECONDS: Final = 30  # in which the status costs at most MAX_ANSWERS connections
+MAX_ANSWERS: Final = 4
 LIMITED: Final = "255.255.255.255"  # has no route, and crosses no router
 
 
@@ -358,10 +361,8 @@ def wake(config: Config) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
         udp.bind((source, 0))
-        udp.sendto(packet, (config.broadcast, config.packet_port))
-        with contextlib.suppress(OSError):  # one has left
-            for _ in range(2):  # UDP loses some
-                udp.sendto(packet, (config.broadcast, config.packet_port))
+        for _ in range(3):  # UDP loses some
+            udp.sendto(packet, (config.broadcast, config.packet_port))
     return f"Magic packet sent to {config.mac.hex(':')} from {source}"
 
 
@@ -427,22 +428,9 @@ def probe_port(host: str, port: int, *, banner: bool = False) -> tuple[PortState
     return PortState.OPEN, line.decode("latin-1").strip() if end else ""
 
 
-def probe_ports(config: Config, known: PortStates | None = None) -> PortStates:
-    """Check both ports; on a shared port, dropbear means the initrd.
-
-    If the initrd's port has not changed, leave the system's alone, and return `known`.
-    With one port for both, that holds while the system is up.
-    """
-    host = config.host
-    if config.initrd_port != config.system_port:
-        initrd, _ = probe_port(host, config.initrd_port)
-        if known and initrd is known.initrd:
-            return known
-        system, _ = probe_port(host, config.system_port)
-        return PortStates(initrd, system)
-    if known and known.system is PortState.OPEN:
-        return known
-    state, banner = probe_port(host, config.system_port, banner=True)
+def probe_shared_port(host: str, port: int) -> PortStates:
+    """Probe one port for both; dropbear means the initrd."""
+    state, banner = probe_port(host, port, banner=True)
     if not banner:  # not open, or SSH is not up yet
         state = PortState.CLOSED if state is PortState.OPEN else state
         return PortStates(state, state)
@@ -451,33 +439,69 @@ def probe_ports(config: Config, known: PortStates | None = None) -> PortStates:
     return PortStates(initrd=PortState.CLOSED, system=PortState.OPEN)
 
 
-class Watcher:
-    """Checks the ports at most once a second, and shares the result.
+class WatchedPort:
+    """A port as it was seen last, and as the status shows it."""
 
-    It checks the system's port less often: a firewall such as `ufw limit` refuses the
-    sixth connection within 30 s, and the owner's own SSH needs one.
+    def __init__(self) -> None:
+        self.seen = self.shown = PortState.UNKNOWN
+        self._seen_at = -math.inf  # monotonic seconds
+
+    def update(self, seen: PortState, now: float) -> None:
+        """Take what was seen. An open port survives one silence: packets get lost."""
+        is_silent_now = (self.seen, seen) == (PortState.OPEN, PortState.SILENT)
+        survives = is_silent_now and now < self._seen_at + OPEN_SECONDS
+        self.shown = PortState.OPEN if survives else seen
+        self.seen, self._seen_at = seen, now
+
+
+class Watcher:
+    """Probes the ports at most once a second, and shares the result.
+
+    It spares the system's port: a firewall such as `ufw limit` refuses the sixth
+    connection within 30 s, and the owner's own SSH needs one.
     """
 
     def __init__(self, config: Config) -> None:
-        self._config = config
+        self.config = config
         self._lock = threading.Lock()
-        self._checked = -math.inf  # `now` of the last check, in monotonic seconds
-        self._system_checked = -math.inf  # and of the last one of the system's port
-        self._states = PortStates(PortState.UNKNOWN, PortState.UNKNOWN)
+        self._initrd, self._system = WatchedPort(), WatchedPort()
+        self._due = -math.inf  # the next probe, in monotonic seconds
+        self._system_due = -math.inf  # and the next of the system's port
+        self._answers = deque([-math.inf] * MAX_ANSWERS, MAX_ANSWERS)  # its last ones
 
-    def check(self, now: float, *, max_age: float = 1) -> PortStates:
-        """Return the states. "The system is open" is at most `max_age` seconds old."""
+    def states(self, now: float, *, fresh: bool = False) -> PortStates:
+        """Return the states as the status shows them or, to decide by, fresh ones."""
         with self._lock:
-            is_open = self._states.system is PortState.OPEN
-            limit = max_age if is_open else SYSTEM_SECONDS
-            is_due = now >= self._system_checked + limit
-            if is_due or now >= self._checked + 1:
-                known = None if is_due else self._states
-                self._states = probe_ports(self._config, known)
-                self._checked = now
-                if self._states is not known:
-                    self._system_checked = now
-            return self._states
+            if fresh or now >= self._due:
+                self._probe(now, fresh=fresh)
+                self._due = now + 1
+            if fresh:
+                return PortStates(self._initrd.seen, self._system.seen)
+            return PortStates(self._initrd.shown, self._system.shown)
+
+    def _probe(self, now: float, *, fresh: bool) -> None:
+        """Probe the initrd's port and, if it is due, the system's."""
+        host, port = self.config.host, self.config.system_port
+        is_shared = port == self.config.initrd_port
+        if not is_shared:
+            before = self._initrd.shown
+            self._initrd.update(probe_port(host, self.config.initrd_port)[0], now)
+            if self._initrd.shown is not before:
+                self._system_due = now
+        due = max(self._system_due, self._answers[0] + LIMIT_SECONDS)
+        if now < due and not fresh:
+            return
+        if is_shared:
+            initrd, system = probe_shared_port(host, port)
+            self._initrd.update(initrd, now)
+        else:
+            system, _ = probe_port(host, port)
+        self._system.update(system, now)
+        if system is PortState.OPEN:
+            self._answers.append(now)
+        is_doubtful = system is not self._system.shown
+        is_awaited = is_shared and system is not PortState.OPEN
+        self._system_due = now + (1 if is_doubtful or is_awaited else SYSTEM_SECONDS)
 
 
 # ---- Unlocking -----------------------------------------------------------------------
@@ -496,7 +520,6 @@ UNLOCK_SECONDS: Final = 90  # room for a slow key derivation on a slow machine
 MAX_LINE: Final = 65536  # bytes of output; no initrd writes a longer line
 MAX_DISKS: Final = 16  # disks to answer; a lying server could keep asking
 SENT_REPORT: Final = b'{"sent": true}'  # printed before the passphrase is sent
-NOT_PINNED: Final = "no host key is pinned; run waker check while the initrd waits"
 NO_PARAMIKO: Final = "paramiko is missing or incomplete; `waker check` says what to do"
 ANY_ERROR: Final = Exception  # paramiko re-raises whatever ended its thread
 
@@ -555,17 +578,11 @@ def verify_host_key(transport: "Transport", config: Config) -> None:
     is_shared = config.initrd_port == config.system_port
     if is_shared and "dropbear" not in transport.remote_version:
         raise UnlockError(Outcome.UP, "")
-    seen = fingerprint(key.asbytes())
-    if not config.host_key:
-        detail = f"the host key {seen} is not pinned. If it is your server's, set"
-        detail += f" WAKER_SSH_HOST_KEY={key.get_name()} {key.get_base64()}"
-        raise UnlockError(Outcome.ERROR, detail)
     if key.asbytes() not in config.host_key:
-        pins = " or ".join(map(fingerprint, config.host_key))
-        detail = f"pinned {pins}, seen {seen}. Is the system up, or was its key pinned?"
-        raise UnlockError(
-            Outcome.HOST_KEY_DIFFERS, f"{detail} If not, suspect an impostor"
-        )
+        pins = " or ".join(map(fingerprint, config.host_key)) or "none"
+        detail = f"pinned {pins}, seen {fingerprint(key.asbytes())}. Is the system up,"
+        detail += " or was its key pinned? If not, suspect an impostor"
+        raise UnlockError(Outcome.HOST_KEY_DIFFERS, detail)
 
 
 def find_key_problem(path: Path) -> str:
@@ -616,10 +633,7 @@ def log_in(transport: "Transport", config: Config) -> None:
 
 
 def read_lines(channel: "Channel", until: float) -> Iterator[tuple[InitrdSays, str]]:
-    """Yield what the command says, with the disk or error that it names.
-
-    End with the output or, if nothing more comes, at `until` (monotonic seconds).
-    """
+    """Yield what the command says, and which disk or error it names, until then."""
     rest = b""  # a line that is not complete yet
     data = b"x"
     while data:
@@ -680,8 +694,7 @@ def send_passphrase(
         if channel.recv_ready():
             channel.recv(1 << 30)
         channel.settimeout(0)  # an honest server's window has room for it
-        # Debian's command reads to the end of input, so a newline would become part of
-        # the passphrase.
+        # No newline: Debian's command would take it for a part of the passphrase.
         channel.sendall(passphrase.data)
     except ANY_ERROR:
         return None
@@ -748,7 +761,7 @@ def unlock(config: Config, passphrase: Passphrase, deadline: float) -> Result:
 def find_problem(config: Config) -> str:
     """Return what would make an unlock fail on this box, or an empty string."""
     if not config.host_key:
-        return NOT_PINNED
+        return "no host key is pinned; run waker check while the initrd waits"
     if not importlib.util.find_spec("paramiko"):  # importing it would take 20 MB
         return NO_PARAMIKO
     problem = find_key_problem(config.key)
@@ -892,161 +905,19 @@ def read_config(
 
 # ---- Starting ------------------------------------------------------------------------
 # Wake, wait, unlock and watch, in a thread: the phone may go to sleep. The passphrase
-# is kept until the unlocking process has ended.
+# is kept until the unlocking process has ended. Only `_show` changes what is shown, and
+# only probes that are fresh decide.
 
 PACKET_SECONDS: Final = 10  # between magic packets, while no port is open
 RETRY_SECONDS: Final = 5  # between tries to unlock, while no disk asks
 READY_SECONDS: Final = 120  # for a disk to ask, once the initrd is reached: two tries
-DOUBT_SECONDS: Final = 45  # before the message says that it may have been wrong
 START_SECONDS: Final = 600  # for the initrd to come up, and then for the system
 SHOWN_SECONDS: Final = 3600  # how long the status shows a finished start
-STILL_LOCKED: Final = (
-    "The initrd is still running: it may still be checking the passphrase, or the"
-    " passphrase was wrong."
-)
-ANSWERING: Final = "The server answers; waiting for its initrd"
 CONNECTING: Final = "Connecting to the initrd"
 NEVER_ASKS: Final = (
     "no disk asked, and the server may never ask again by itself: look at its screen,"
     " and restart it"
 )
-
-
-class Phase(enum.Enum):
-    """The phase of a start."""
-
-    WAKING = "waking"
-    UNLOCKING = "unlocking"
-    BOOTING = "booting"
-    ENDED = "ended"
-
-
-# After these, the system should boot. A start that ends with one was cancelled, or
-# replaced by the next.
-SHOULD_BOOT: Final = Outcome.UNLOCKED, Outcome.ALREADY_OPEN, Outcome.NOT_CONFIRMED
-
-
-Process = tuple[Sequence[str], Mapping[str, str]]  # a command and its environment
-
-
-class Start:
-    """A start, or an unlock, which is a start that does not wait for the initrd.
-
-    It owns the passphrase, and the process that unlocks.
-    """
-
-    def __init__(self, passphrase: Passphrase, began: float, *, waits: bool) -> None:
-        self._lock = threading.Lock()
-        self._passphrase: Passphrase | None = passphrase  # until it is not needed
-        self.child: Popen[bytes] | None = None  # the last process that unlocks
-        self.waits = waits
-        self.began = began  # monotonic seconds, as is the next
-        self.ended = math.inf  # while it runs
-        self.phase = Phase.WAKING if waits else Phase.UNLOCKING
-        self.result: Result | None = None  # of the unlock
-        self.outcome: Outcome | None = None  # until something is known
-        self.message = "Looking for the server" if waits else CONNECTING
-        self.times = {self.phase.value: 0}  # seconds from the start to each phase
-        self.woke = False  # a magic packet was sent
-        self.sent = False  # the passphrase may have been sent
-        self.cancelled = threading.Event()
-        self.unlock_ended = threading.Event()  # with a result
-
-    def word(self) -> str:
-        """Return the phase, for programs."""
-        if self.phase is not Phase.ENDED:
-            return str(self.phase.value)
-        if self.outcome is Outcome.UP:
-            return "done"
-        is_cancelled = self.outcome in (*SHOULD_BOOT, Outcome.CANCELLED)
-        return "cancelled" if is_cancelled else "failed"
-
-    def show(self, phase: Phase, text: str, outcome: Outcome | None = None) -> None:
-        """Show a phase and a message."""
-        with self._lock:
-            is_news = (phase, text) != (self.phase, self.message)
-            self.outcome, self.message, self.phase = outcome, text, phase
-            now = time.monotonic()
-            self.times.setdefault(self.word(), int(now - self.began))
-            if phase is Phase.ENDED:
-                self.ended = now
-            if is_news:
-                log(f"start: {self.word()}: {text}")
-
-    def finish_unlock(self, result: Result) -> None:
-        """Show how the unlock ended, and forget the passphrase."""
-        self._passphrase = None
-        self.result = self.result or result
-        phase = Phase.BOOTING if result.outcome in SHOULD_BOOT else Phase.ENDED
-        self.show(phase, result.message, result.outcome)
-        self.unlock_ended.set()
-
-    def cancel(self) -> None:
-        """Send nothing any more, and stop watching.
-
-        A process that begins later is given no passphrase. One that runs is ended by
-        SIGTERM, unless it is about to send: from then on, it ignores that.
-        """
-        self.cancelled.set()
-        if self.child:
-            self.child.terminate()
-
-    def unlock(self, process: Process) -> Result:
-        """Run the process that unlocks, to its end."""
-        command, environment = process
-        try:
-            import subprocess
-
-            # It inherits blocked signals. print_unlock unblocks them when it has read
-            # the passphrase. In its own session, it gets none from a terminal.
-            self.child = child = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=environment,
-                start_new_session=True,
-            )
-        except (OSError, MemoryError) as error:
-            reason = getattr(error, "strerror", "there is not enough memory")
-            return make_result(
-                Outcome.ERROR, f"the unlocking process cannot start: {reason}"
-            )
-        report = b""  # its last line
-        with child:  # waits for its end
-            # Its own alarm is set only once it has read the passphrase.
-            watchdog = threading.Timer(UNLOCK_SECONDS + 5, child.kill)
-            watchdog.daemon = True
-            watchdog.start()
-            stdin = cast("io.BufferedWriter", child.stdin)
-            with contextlib.suppress(BrokenPipeError):  # its output says why
-                if self._passphrase and not self.cancelled.is_set():
-                    stdin.write(self._passphrase.data)  # fits into the pipe
-                stdin.close()
-            for report in cast("io.BufferedReader", child.stdout):
-                self.sent |= SENT_REPORT in report
-            watchdog.cancel()
-        if self.cancelled.is_set() and not self.sent:
-            return make_result(Outcome.CANCELLED)
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # no result
-            members = json.loads(report)
-            outcome = OUTCOMES[members["outcome"]]
-            return Result(outcome, members["message"], self.sent)
-        reason = f"the unlocking process ended with status {child.returncode}"
-        outcome = Outcome.NOT_CONFIRMED if self.sent else Outcome.ERROR
-        return make_result(outcome, f"{reason}; see waker's log", sent=self.sent)
-
-    def members(self, now: float) -> dict[str, object]:
-        """Return what the status says of it."""
-        with self._lock:
-            return {
-                "phase": self.word(),
-                "outcome": self.outcome.word if self.outcome else None,
-                "message": self.message,
-                "seconds": max(int(min(now, self.ended) - self.began), 0),
-                "sent": self.sent,
-                "woke": self.woke,
-                "times": dict(self.times),
-            }
 
 
 def explain_asleep(ports: PortStates, failure: str) -> str:
@@ -1060,60 +931,158 @@ def explain_asleep(ports: PortStates, failure: str) -> str:
     return "did not wake or is silent: check power, cable and Wake-on-LAN"
 
 
-class Starter:
-    """Runs one start at a time, and keeps the last one for the status.
+class Phase(enum.Enum):
+    """The phase of a start. The last three are its ends."""
 
-    Once its unlock has ended, a start only watches, and a new one may replace it.
-    """
+    WAKING = "waking"
+    UNLOCKING = "unlocking"
+    BOOTING = "booting"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
 
-    def __init__(self, config: Config, watcher: Watcher, process: Process) -> None:
-        self._config = config
+
+RUNNING: Final = Phase.WAKING, Phase.UNLOCKING, Phase.BOOTING
+# After these, the system should boot.
+SHOULD_BOOT: Final = Outcome.UNLOCKED, Outcome.ALREADY_OPEN, Outcome.NOT_CONFIRMED
+PHASE_AFTER: Final = {
+    Outcome.UP: Phase.DONE,
+    Outcome.CANCELLED: Phase.CANCELLED,
+    **dict.fromkeys(SHOULD_BOOT, Phase.BOOTING),
+}
+
+Process = tuple[Sequence[str], Mapping[str, str]]  # a command and its environment
+
+
+class Start:
+    """A start, or an unlock, which is a start that does not wait for the initrd."""
+
+    def __init__(
+        self, watcher: Watcher, process: Process, passphrase: Passphrase, *, waits: bool
+    ) -> None:
         self._watcher = watcher
         self._process = process  # unlocks
         self._lock = threading.Lock()
-        self._last: Start | None = None  # running, or shown until it is forgotten
-        self._is_stopping = False
-        self._durations: deque[float] = deque(maxlen=5)  # seconds
+        self._passphrase: Passphrase | None = passphrase  # until it is not needed
+        self._child: Popen[bytes] | None = None  # the last that ran
+        self._times: dict[str, int] = {}  # seconds from the start to each phase
+        self.began = time.monotonic()  # seconds, as in the next
+        self.ended = math.inf  # while it runs
+        self.phase = Phase.WAKING if waits else Phase.UNLOCKING
+        self.message = "Looking for the server" if waits else CONNECTING
+        self.outcome: Outcome | None = None  # until something is known
+        self.woke = False  # a magic packet was sent
+        self.sent = False  # the passphrase may have been sent
+        self.result = Result(Outcome.ERROR, "", sent=True)  # until the unlock ends
+        self.unlock_ended = threading.Event()
+        self.cancelled = threading.Event()
+        self._show(self.phase, self.message)
 
-    def _wait_for_initrd(self, start: Start, deadline: float) -> Result | None:
+    def _show(self, phase: Phase, text: str, outcome: Outcome | None = None) -> None:
+        """Change what the status shows. It must stay true until the next change."""
+        with self._lock:
+            is_news = (phase, text) != (self.phase, self.message)
+            self.phase, self.message, self.outcome = phase, text, outcome
+            self._times.setdefault(phase.value, int(time.monotonic() - self.began))
+            if phase not in RUNNING:
+                self.ended = time.monotonic()
+        if is_news:
+            log(f"start: {phase.value}: {text}")
+
+    def _finish_unlock(self, result: Result) -> None:
+        """Show how the unlock ended, and forget the passphrase."""
+        self._passphrase = None
+        self.result = result
+        self.sent = result.sent
+        phase = PHASE_AFTER.get(result.outcome, Phase.FAILED)
+        self._show(phase, result.message, result.outcome)
+        self.unlock_ended.set()
+
+    def unlock(self) -> Result:
+        """Run the process that unlocks, to its end."""
+        command, environment = self._process
+        try:
+            import subprocess
+
+            # It inherits blocked signals. print_unlock unblocks them when it has read
+            # the passphrase. In its own session, it gets none from a terminal.
+            self._child = child = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                start_new_session=True,
+            )
+        except (OSError, MemoryError) as error:
+            reason = getattr(error, "strerror", "there is not enough memory")
+            return make_result(
+                Outcome.ERROR, f"the unlocking process cannot start: {reason}"
+            )
+        deadline = time.monotonic() + UNLOCK_SECONDS + 5
+        output, data = b"", b"x"
+        with child:  # waits for its end
+            stdin = cast("io.BufferedWriter", child.stdin)
+            stdout = cast("io.BufferedReader", child.stdout).fileno()
+            with contextlib.suppress(BrokenPipeError):  # its output says why
+                if self._passphrase and not self.cancelled.is_set():
+                    stdin.write(self._passphrase.data)  # fits into the pipe
+                stdin.close()
+            while data:
+                left = max(deadline - time.monotonic(), 0)
+                if not select.select([stdout], [], [], left)[0]:
+                    child.kill()  # its own alarm is set once it has the passphrase
+                data = os.read(stdout, 65536)
+                output += data
+                if SENT_REPORT in output:
+                    self.sent = True
+                    asked = "The initrd asked; waiting for its verdict"
+                    self._show(Phase.UNLOCKING, asked)
+        if self.cancelled.is_set() and not self.sent:
+            return make_result(Outcome.CANCELLED)
+        with contextlib.suppress(ValueError, LookupError, TypeError):  # no result
+            members = json.loads(output.splitlines()[-1])
+            return Result(OUTCOMES[members["outcome"]], members["message"], self.sent)
+        reason = f"the unlocking process ended with status {child.returncode}"
+        outcome = Outcome.NOT_CONFIRMED if self.sent else Outcome.ERROR
+        return make_result(outcome, f"{reason}; see waker's log", sent=self.sent)
+
+    def _wait_for_initrd(self, deadline: float) -> Result | None:
         """Wake the machine until its initrd listens, or return why it does not."""
+        config = self._watcher.config
         packet_due = -math.inf  # monotonic seconds
         text, failure = "", ""
         while True:
             now = time.monotonic()
-            ports = self._watcher.check(now)
+            decides = packet_due == -math.inf or now > deadline
+            ports = self._watcher.states(now, fresh=decides)
             if ports.system is PortState.OPEN:
                 return make_result(Outcome.UP)
             if ports.initrd is PortState.OPEN:
                 return None
             if now > deadline:
-                why = explain_asleep(ports, "" if start.woke else failure)
+                why = explain_asleep(ports, "" if self.woke else failure)
                 return make_result(Outcome.NOT_AWAKE, why)
             if now >= packet_due:
                 packet_due = now + PACKET_SECONDS
                 try:
-                    text, failure = wake(self._config), ""
-                    start.woke = True
+                    text, failure = wake(config), ""
+                    self.woke = True
                 except OSError as error:  # the link may drop while the machine wakes
-                    reason = f"magic packet could be sent ({error.strerror})"
-                    text, failure = f"No {reason}; trying again", f"no {reason}"
+                    failure = f"no magic packet could be sent ({error.strerror})"
+                    text = f"{failure}; trying again"
+            answers = "The server answers; waiting for its initrd"
             is_answering = PortState.CLOSED in ports and not failure
-            start.show(Phase.WAKING, ANSWERING if is_answering else text)
-            if start.cancelled.wait(1):  # second
+            self._show(Phase.WAKING, answers if is_answering else text)
+            if self.cancelled.wait(1):  # second
                 return make_result(Outcome.CANCELLED)
 
-    def _wake_and_unlock(self, start: Start) -> Result:
-        """Wake and unlock; try again while no disk asks."""
-        deadline = time.monotonic() + START_SECONDS
+    def _unlock_when_ready(self) -> Result | None:
+        """Unlock; try again while no disk asks. Return None if the initrd has gone."""
+        give_up = time.monotonic() + READY_SECONDS
+        self._show(Phase.UNLOCKING, CONNECTING)
         while True:
-            ended = self._wait_for_initrd(start, deadline)
-            if ended:
-                return ended
             tried = time.monotonic()
-            if start.phase is Phase.WAKING:  # the initrd's port had been closed
-                give_up = tried + READY_SECONDS
-                start.show(Phase.UNLOCKING, CONNECTING)
-            result = start.unlock(self._process)
+            result = self.unlock()
             if result.outcome is not Outcome.NOT_ASKED:
                 return result
             now = time.monotonic()
@@ -1121,66 +1090,103 @@ class Starter:
                 is_answered = result == make_result(*NO_PROMPT)
                 never = make_result(Outcome.NOT_ASKED, NEVER_ASKS)
                 return never if is_answered else result
-            start.show(Phase.UNLOCKING, result.message)
-            if start.cancelled.wait(RETRY_SECONDS):
+            self._show(Phase.UNLOCKING, "The initrd was not ready; trying again")
+            if self.cancelled.wait(RETRY_SECONDS):
                 return make_result(Outcome.CANCELLED)
+            ports = self._watcher.states(time.monotonic(), fresh=True)
+            if ports.initrd is not PortState.OPEN or ports.system is PortState.OPEN:
+                return None
 
-    def _watch(self, start: Start, result: Result) -> None:
-        """Show whether the system's port opens, until it does or time is up."""
-        is_sure = result.outcome is not Outcome.NOT_CONFIRMED
-        began = now = time.monotonic()
-        while now < began + START_SECONDS:
-            start.cancelled.wait(1)  # second
+    def _watch(self, result: Result) -> None:
+        """Wait until the system's port opens, or time is up."""
+        deadline = time.monotonic() + START_SECONDS
+        while not self.cancelled.wait(1):  # second
             now = time.monotonic()
-            ports = self._watcher.check(now)
-            if start.cancelled.is_set():  # by its owner, or by the next start
-                start.show(Phase.ENDED, start.message, result.outcome)
-                return
+            ports = self._watcher.states(now, fresh=now > deadline)
             if ports.system is PortState.OPEN:
-                parts = [result.message, "The system is up."]
-                text = " ".join(parts if is_sure else reversed(parts))
-                start.show(Phase.ENDED, text, Outcome.UP)
+                up = f"The system is up. {result.message}"
+                self._show(Phase.DONE, up, Outcome.UP)
                 return
-            message = result.message
-            is_late = now >= began + DOUBT_SECONDS
-            if not is_sure and is_late and ports.initrd is PortState.OPEN:
-                message = f"{result.message} {STILL_LOCKED}"
-            start.show(Phase.BOOTING, message, result.outcome)
-        text = f"{start.message} The system has not answered yet."
-        start.show(Phase.ENDED, text, Outcome.NOT_UP)
+            if now > deadline:
+                text = f"{result.message} The system has not answered yet."
+                self._show(Phase.FAILED, text, Outcome.NOT_UP)
+                return
+        self._show(Phase.CANCELLED, result.message, result.outcome)
+
+    def run(self) -> None:
+        """Wake if it is to wait, unlock, and watch."""
+        deadline = self.began + START_SECONDS
+        try:
+            result = None if self.phase is Phase.WAKING else self.unlock()
+            while not result:
+                result = self._wait_for_initrd(deadline) or self._unlock_when_ready()
+            if result.outcome is Outcome.HOST_KEY_DIFFERS:  # or is it the system's?
+                ports = self._watcher.states(time.monotonic(), fresh=True)
+                if ports.system is PortState.OPEN:
+                    result = make_result(Outcome.UP)
+            self._finish_unlock(result)
+            if self.phase is Phase.BOOTING:
+                self._watch(result)
+        except Exception as error:  # noqa: BLE001 - the status must show a bug
+            log(describe_bug(error))
+        finally:
+            if self.phase in RUNNING:  # there was a bug, and the next may begin
+                is_sent = self._child is not None
+                words = "The passphrase may have been sent." if is_sent else UNSENT
+                text = f"Internal error; see waker's log. {words}"
+                self._finish_unlock(Result(Outcome.ERROR, text, is_sent))
+
+    def cancel(self) -> None:
+        """Send nothing any more, and stop watching.
+
+        A process that begins later is given no passphrase. One that runs is ended by
+        SIGTERM, unless it is about to send: from then on, it ignores that.
+        """
+        self.cancelled.set()
+        if self._child:
+            self._child.terminate()
+
+    def members(self, now: float) -> dict[str, object]:
+        """Return what the status says of it."""
+        with self._lock:
+            return {
+                "phase": self.phase.value,
+                "outcome": self.outcome.word if self.outcome else None,
+                "message": self.message,
+                "seconds": max(int(min(now, self.ended) - self.began), 0),
+                "sent": self.sent,
+                "woke": self.woke,
+                "times": dict(self._times),
+            }
+
+
+class Starter:
+    """Runs one start at a time, and keeps the last one for the status."""
+
+    def __init__(self, watcher: Watcher, process: Process) -> None:
+        self._watcher = watcher
+        self._process = process
+        self._lock = threading.Lock()
+        self._last: Start | None = None  # running, or shown until it is forgotten
+        self._is_stopping = False
+        self._durations: deque[float] = deque(maxlen=5)  # seconds
 
     def _run(self, start: Start) -> None:
-        try:
-            if start.waits:
-                result = self._wake_and_unlock(start)
-            else:
-                result = start.unlock(self._process)
-            start.finish_unlock(result)
-            if start.phase is Phase.BOOTING:
-                self._watch(start, result)
-            if start.woke and start.outcome is Outcome.UP:
-                self._durations.append(start.ended - start.began)
-        except Exception as error:  # noqa: BLE001 - the status must show a bug
-            start.sent = start.child is not None
-            words = "The passphrase may have been sent." if start.sent else UNSENT
-            text = f"{describe_bug(error)}. {words}"
-            start.finish_unlock(Result(Outcome.ERROR, text, start.sent))
-        finally:
-            start.phase = Phase.ENDED  # whatever happened, the next may begin
-            start.ended = min(start.ended, time.monotonic())
-            start.unlock_ended.set()
+        start.run()
+        if start.woke and start.outcome is Outcome.UP:
+            self._durations.append(start.ended - start.began)
 
-    def begin(self, passphrase: Passphrase, now: float, *, waits: bool) -> Start:
-        """Begin a start or an unlock.
+    def begin(self, passphrase: Passphrase, *, waits: bool) -> Start:
+        """Begin a start or an unlock, which may replace one that only watches.
 
         Raises: HttpError 409 while another may still send its passphrase; 500 if this
         box cannot unlock; 503 if it is stopping or too busy.
         """
-        problem = find_problem(self._config)  # may take time: not under the lock
+        problem = find_problem(self._watcher.config)  # takes time: not under the lock
         if problem:
             purpose = "start" if waits else "unlock"
             raise HttpError(500, f"Failed to {purpose}: {problem}. {UNSENT}")
-        start = Start(passphrase, now, waits=waits)
+        start = Start(self._watcher, self._process, passphrase, waits=waits)
         # Not a daemon thread: on exit, Python waits for it.
         thread = threading.Thread(target=self._run, args=(start,), daemon=False)
         with self._lock:
@@ -1194,8 +1200,7 @@ class Starter:
                 thread.start()
             except (RuntimeError, MemoryError):
                 start.cancelled.set()  # it may run after all
-                retry = "Retry-After", "5"
-                raise HttpError(503, "Too busy; try again", retry) from None
+                raise HttpError(503, "Too busy", ("Retry-After", "5")) from None
             if last:
                 last.cancelled.set()  # it only watches
             self._last = start
@@ -1204,7 +1209,7 @@ class Starter:
     def cancel(self) -> None:
         """Cancel the running start. Raises: HttpError 409 if no start is running."""
         with self._lock:
-            if not self._last or self._last.phase is Phase.ENDED:
+            if not self._last or self._last.phase not in RUNNING:
                 raise HttpError(409, "No start is running")
             self._last.cancel()
 
@@ -1222,7 +1227,7 @@ class Starter:
             if start:
                 # Keep a host key alarm: an impostor could clear it by opening the port.
                 kept = Outcome.UP, Outcome.HOST_KEY_DIFFERS
-                is_failed = start.phase is Phase.ENDED and start.outcome not in kept
+                is_failed = start.phase not in RUNNING and start.outcome not in kept
                 is_over = is_failed and ports.system is PortState.OPEN
                 if is_over or start.ended + SHOWN_SECONDS < now:
                     self._last = start = None
@@ -1393,7 +1398,7 @@ class App:
         self.pin_limiter = PinLimiter()
         self.tokens = TokenStore()
         self.watcher = Watcher(config)
-        self.starter = Starter(config, self.watcher, process)
+        self.starter = Starter(self.watcher, process)
 
 
 def succeed(request: Request, message: str) -> Response:
@@ -1402,7 +1407,7 @@ def succeed(request: Request, message: str) -> Response:
 
 
 def status_members(app: App, now: float) -> dict[str, object]:
-    ports = app.watcher.check(now, max_age=SYSTEM_SECONDS)
+    ports = app.watcher.states(now)
     start = app.starter.report(now, ports)
     return {"name": app.config.name, **ports.members(), **start}
 
@@ -1442,11 +1447,10 @@ def post_wol(app: App, request: Request) -> Response:
 def post_unlock(app: App, request: Request) -> Response:
     passphrase = parse_body(request, "passphrase", Passphrase)
     result = make_result(Outcome.UP)
-    if app.watcher.check(request.now).system is not PortState.OPEN:
-        start = app.starter.begin(passphrase, request.now, waits=False)
+    if app.watcher.states(request.now, fresh=True).system is not PortState.OPEN:
+        start = app.starter.begin(passphrase, waits=False)
         start.unlock_ended.wait()
-        lost = "Internal error; see waker's log. The passphrase may have been sent."
-        result = start.result or Result(Outcome.ERROR, lost, sent=True)
+        result = start.result
     status, text = result.outcome.status, result.message
     if status == 200:
         return succeed(request, text)
@@ -1459,7 +1463,7 @@ def post_unlock(app: App, request: Request) -> Response:
 
 def post_start(app: App, request: Request) -> Response:
     passphrase = parse_body(request, "passphrase", Passphrase)
-    app.starter.begin(passphrase, request.now, waits=True)
+    app.starter.begin(passphrase, waits=True)
     return succeed(request, "Started; the status shows progress")
 
 
@@ -1854,7 +1858,8 @@ def run_command(parsed: argparse.Namespace, check: Check | None) -> int:
     values = (read_env_file(file) if file else {}) | ours
     if parsed.command == "state":
         config = read_config(values, folder, PORTS)
-        print(json.dumps(probe_ports(config).members()))
+        ports = Watcher(config).states(time.monotonic(), fresh=True)
+        print(json.dumps(ports.members()))
         return 0
     if parsed.command == "unlock":
         return print_unlock(read_config(values, folder, PORTS + LOGIN), parsed.seconds)

@@ -142,7 +142,7 @@ def check_unlocking(config: Config) -> Iterator[Finding]:
         key = waker.load_key(config.key)
         yield subject, f"{key.get_name()} {waker.fingerprint(key.asbytes())}", OK
         subject = "host key"
-        ports = waker.probe_ports(config)
+        ports = waker.Watcher(config).states(time.monotonic(), fresh=True)
         if ports.initrd is not PortState.OPEN or ports.system is PortState.OPEN:
             seen = "not seen" if config.host_key else "WAKER_SSH_HOST_KEY is not set"
             text = f"{seen}; check again while the initrd waits for its passphrase"
@@ -156,8 +156,14 @@ def check_unlocking(config: Config) -> Iterator[Finding]:
         yield subject, f"{config.user} can log in; unlock not tried", OK
     except UnlockError as error:
         outcome, words = error.args
-        is_unpinned = subject == "host key" and not config.host_key
-        yield subject, outcome.sentence + words, HINT if is_unpinned else WRONG
+        text, verdict = outcome.sentence + words, WRONG
+        if outcome is waker.Outcome.HOST_KEY_DIFFERS and not config.host_key:
+            key = transport.get_remote_server_key()
+            text = f"{waker.fingerprint(key.asbytes())} is not pinned, so waker cannot"
+            text += " unlock. If it is your server's, set WAKER_SSH_HOST_KEY="
+            text += f"{key.get_name()} {key.get_base64()}"
+            verdict = HINT
+        yield subject, text, verdict
 
 
 def check(config: Config, file: Path | None) -> int:

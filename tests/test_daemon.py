@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,9 @@ def test_a_process_that_dies_after_it_sent_is_reported(machine: Machine) -> None
 
 HANGS = """
 import os, waker
-start = waker.Start(waker.Passphrase("x"), 0, waits=False)
-print(start.unlock((("sleep", "9"), os.environ)))
+process = ("sleep", "9"), os.environ
+watcher = waker.Watcher(waker.Config())
+print(waker.Start(watcher, process, waker.Passphrase("x"), waits=False).unlock())
 """
 
 
@@ -142,8 +144,19 @@ def test_a_process_that_hangs_ends_in_time(tmp_path: Path) -> None:
 
 def unlock_by(*command: str) -> Any:
     """Unlock by a process of which the test says what it does."""
-    start = waker.Start(waker.Passphrase(PASSPHRASE), 0, waits=False)
-    return start.unlock((command, os.environ))
+    watcher, passphrase = waker.Watcher(waker.Config()), waker.Passphrase(PASSPHRASE)
+    process = command, os.environ
+    return waker.Start(watcher, process, passphrase, waits=False).unlock()
+
+
+def test_an_unlock_needs_no_other_thread() -> None:
+    """Or its process would be running already when there is none."""
+    usual = threading.stack_size(1 << 46)  # bytes: more than any system has
+    try:
+        result = unlock_by("/bin/echo", result_of("unlocked"))
+    finally:
+        threading.stack_size(usual)
+    assert result.outcome.word == "unlocked"
 
 
 SENT = '{"sent": true}\n'
