@@ -287,7 +287,7 @@ class InitrdSays(enum.Enum):
 
 
 Ending = tuple[Outcome, str]  # with words that follow the outcome's sentence
-NO_PROMPT: Final = Outcome.NOT_ASKED, "no disk asked; try again in a few seconds"
+NO_PROMPT: Final = Outcome.NOT_ASKED, "no disk is asking; try again in a few seconds"
 # What ends an unlock that has sent nothing. Ignore other lines: they may be about a
 # passphrase that was typed at the server.
 UNSENT_ENDINGS: Final[Mapping[InitrdSays, Ending]] = {
@@ -511,10 +511,12 @@ class Watcher:
 # possible, and report only disk names and the words of our own script.
 
 CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
+BANNER_SECONDS: Final = 10  # for the first line, which an SSH server sends at once
 KEX_SECONDS: Final = 30  # for the key exchange: slow boxes take two
 LOST_SECONDS: Final = 10  # without acknowledgement, before the connection is lost
 PROMPT_SECONDS: Final = 50  # for the first prompt: an emulated machine took 30
 NEXT_PROMPT_SECONDS: Final = 15  # for the next disk
+STILL_SECONDS: Final = 0.2  # for a command to end that asks and waits for nobody
 END_SECONDS: Final = 3  # for a command to end after its verdict
 UNLOCK_SECONDS: Final = 90  # room for a slow key derivation on a slow machine
 MAX_LINE: Final = 65536  # bytes of output; no initrd writes a longer line
@@ -570,7 +572,9 @@ def verify_host_key(transport: "Transport", config: Config) -> None:
     is_over = threading.Event()
     try:
         transport.start_client(is_over)
-        is_over.wait(KEX_SECONDS)
+        is_over.wait(BANNER_SECONDS)
+        if transport.remote_version:  # the first line has come
+            is_over.wait(KEX_SECONDS)
         key = transport.get_remote_server_key()
     except ANY_ERROR:
         detail = "the SSH server hung up, stopped responding, or shares no algorithm"
@@ -669,6 +673,10 @@ def wait_for_prompt(
         raise UnlockError(*NO_PROMPT) from None
     for said, name in read_lines(channel, until):
         if said is InitrdSays.ASKS:
+            # Somebody may have answered at the server. A key exchange lets nothing out.
+            has_ended = channel.status_event.wait(STILL_SECONDS)
+            if has_ended or not transport.clear_to_send.is_set():
+                raise UnlockError(*NO_PROMPT)
             return channel, name
         if said in UNSENT_ENDINGS:
             outcome, words = UNSENT_ENDINGS[said]
