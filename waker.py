@@ -343,14 +343,32 @@ MAX_ANSWERS: Final = 4
 LIMITED: Final = "255.255.255.255"  # has no route, and crosses no router
 
 
-def find_source_address(config: Config, *, on_link: bool = False) -> str:
-    """Return the address that the magic packet leaves from. Raises: OSError."""
+def find_source_address(config: Config, *, to_neighbour: bool = False) -> str:
+    """Return the address that the magic packet leaves from. Raises: OSError.
+
+    To a neighbour, it may cross no router, and (PermissionError) not be broadcast.
+    """
     toward = config.host if config.broadcast == LIMITED else config.broadcast
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-        udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
-        udp.setsockopt(socket.SOL_SOCKET, socket.SO_DONTROUTE, on_link)
+        udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, not to_neighbour)
+        udp.setsockopt(socket.SOL_SOCKET, socket.SO_DONTROUTE, to_neighbour)
         udp.connect((toward, config.packet_port))
         return str(udp.getsockname()[0])
+
+
+def find_packet_problem(config: Config) -> str:
+    """Return why the magic packet reaches no sleeping machine, or an empty string."""
+    try:
+        find_source_address(config, to_neighbour=True)
+    except PermissionError:
+        return ""
+    except OSError:  # the broadcast address of another network cannot be judged
+        if config.broadcast == LIMITED:
+            return f"the server is on another network, and {LIMITED} crosses no router"
+        if not ipaddress.ip_address(config.broadcast).is_reserved:  # unlike a netmask
+            return ""
+    is_right = config.broadcast == LIMITED  # the host is the machine
+    return "" if is_right else f"{config.broadcast} is no broadcast address here"
 
 
 def wake(config: Config) -> str:
@@ -928,7 +946,7 @@ NEVER_ASKS: Final = (
 )
 
 
-def explain_asleep(ports: PortStates, failure: str) -> str:
+def explain_asleep(config: Config, ports: PortStates, failure: str) -> str:
     """Return why the initrd did not come up; `failure` is why no packet ever left."""
     if PortState.CLOSED in ports:
         return "answers, but its initrd's SSH port is closed"
@@ -936,7 +954,8 @@ def explain_asleep(ports: PortStates, failure: str) -> str:
         return f"did not answer, and {failure}"
     if PortState.UNKNOWN in ports:
         return PortState.UNKNOWN.value
-    return "did not wake or is silent: check power, cable and Wake-on-LAN"
+    advice = find_packet_problem(config) or "check power, cable and Wake-on-LAN"
+    return f"did not wake or is silent: {advice}"
 
 
 class Phase(enum.Enum):
@@ -1068,7 +1087,7 @@ class Start:
             if ports.initrd is PortState.OPEN:
                 return None
             if now > deadline:
-                why = explain_asleep(ports, "" if self.woke else failure)
+                why = explain_asleep(config, ports, "" if self.woke else failure)
                 return make_result(Outcome.NOT_AWAKE, why)
             if now >= packet_due:
                 packet_due = now + PACKET_SECONDS

@@ -29,6 +29,7 @@ CHECK_SECONDS: Final = 20  # for key exchange and login: slow boxes take two to 
 SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
 IFF_BROADCAST: Final = 0x2  # linux/if.h
 IFF_LOOPBACK: Final = 0x8
+ATF_PERM: Final = 0x4  # linux/if_arp.h
 Finding = tuple[str, str, str]  # subject, what was found and how to fix it, verdict
 
 
@@ -45,20 +46,66 @@ def explain_no_paramiko() -> str:
     return f"paramiko is missing or incomplete; install it with: {remedy}"
 
 
-def find_tunnel(address: str) -> str:
-    """Return the interface with this address if it cannot broadcast, or ""."""
+def find_interface(address: str) -> str:
+    """Return the interface with this address, or an empty string."""
     family = socket.AF_INET.to_bytes(2, sys.byteorder)
     wanted = family + bytes(2) + socket.inet_aton(address)  # Source: netdevice(7)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         for _, name in socket.if_nameindex():
             request = os.fsencode(name).ljust(16, b"\0") + wanted.ljust(24, b"\0")
             with contextlib.suppress(OSError):  # it has no address, or has gone
-                found = fcntl.ioctl(udp, SIOCGIFADDR, request)
-                flags = int(Path("/sys/class/net", name, "flags").read_text(), 16)
-                can_broadcast = flags & (IFF_BROADCAST | IFF_LOOPBACK)
-                if found[16:24] == wanted and not can_broadcast:
+                if fcntl.ioctl(udp, SIOCGIFADDR, request)[16:24] == wanted:
                     return name
     return ""
+
+
+def read_interface(name: str, file: str, unknown: int) -> int:
+    """Return the number in an interface's file in /sys, or else `unknown`."""
+    with contextlib.suppress(OSError, ValueError):  # it is down, or has gone
+        return int(Path("/sys/class/net", name, file).read_text(), 0)
+    return unknown
+
+
+def is_permanent(address: str) -> bool:
+    """Return whether this box has a permanent ARP entry for an address."""
+    arp = Path("/proc/net/arp")
+    entry = rf"(?m)^{re.escape(address)} +\S+ +(0x[0-9a-f]+) "
+    found = re.search(entry, arp.read_text() if arp.exists() else "")
+    return bool(found and int(found[1], 16) & ATF_PERM)
+
+
+def check_packet(config: Config) -> tuple[str, str]:
+    """Check where the magic packet leaves, and where it goes; return the verdict."""
+    try:
+        source = waker.find_source_address(config)
+    except OSError as error:
+        return f"{error.strerror}; connect this box to the server's network", WRONG
+    route = f"would leave from {source} to {config.broadcast}"
+    is_limited = config.broadcast == waker.LIMITED
+    name = find_interface(source)
+    flags = read_interface(name, "flags", IFF_BROADCAST)
+    if is_limited and not flags & (IFF_BROADCAST | IFF_LOOPBACK):
+        problem = f"{name} cannot broadcast (a VPN?). Correct the route to the server"
+        return f"{route}; {problem}", WRONG
+    problem = waker.find_packet_problem(config)
+    if problem and is_limited:
+        fix = "Put this box into the server's network, or correct its netmask"
+        return f"{route}; {problem}. {fix}", WRONG
+    if problem and is_permanent(config.broadcast):
+        return f"{route}; {problem}, but a permanent ARP entry leads there", LOUD_HINT
+    if problem:
+        fix = "Delete WAKER_HOMELAB_BROADCAST, or correct it"
+        return f"{route}; {problem}. {fix}", WRONG
+    if not read_interface(name, "carrier", 1):
+        return f"{route}; {name} has no link. Is its cable plugged in?", LOUD_HINT
+    try:
+        waker.find_source_address(config, to_neighbour=True)
+    except PermissionError:  # a broadcast address of this network
+        return route, OK
+    except OSError:
+        problem = "that is another network, and most routers stop broadcasts"
+        return f"{route}; {problem}", HINT
+    return route, OK
 
 
 def check_box(config: Config, file: Path | None) -> Iterator[Finding]:
@@ -78,24 +125,7 @@ def check_box(config: Config, file: Path | None) -> Iterator[Finding]:
         if error.errno == errno.EADDRINUSE:
             finding = f"{config.listen[1]} is in use, perhaps by waker itself", HINT
     yield "web port", *finding
-    try:
-        source = waker.find_source_address(config)
-        route = f"would leave from {source} to {config.broadcast}"
-        tunnel = find_tunnel(source)
-        if tunnel and config.broadcast == waker.LIMITED:
-            problem = f"{tunnel} cannot broadcast (a VPN?). Correct the route to the"
-            problem += " server, or set WAKER_HOMELAB_BROADCAST, to 192.168.1.255, say"
-            yield "magic packet", f"{route}; {problem}", WRONG
-            return
-        try:
-            waker.find_source_address(config, on_link=True)
-            yield "magic packet", route, OK
-        except OSError:
-            problem = "that is another network, and routers stop broadcasts"
-            yield "magic packet", f"{route}; {problem}", HINT
-    except OSError as error:
-        fix = "connect this box to the server's network"
-        yield "magic packet", f"{error.strerror}; {fix}", WRONG
+    yield "magic packet", *check_packet(config)
 
 
 def check_ports_and_mac(config: Config) -> Iterator[Finding]:
@@ -111,7 +141,8 @@ def check_ports_and_mac(config: Config) -> Iterator[Finding]:
         is_answered |= state in (PortState.OPEN, PortState.CLOSED)
         text, verdict = f"{config.host}, port {port} {state.value}", HINT
         if state is PortState.OPEN:
-            text, verdict = f"{text}; it says {banner or 'nothing'}", OK
+            text = f"{text}; it says {banner or 'nothing'}"
+            verdict = OK if banner else HINT
         if port != config.initrd_port and "dropbear" in banner:
             text, verdict = f"{text}; are the two ports swapped?", HINT
         yield subject, text, verdict
@@ -144,9 +175,12 @@ def check_unlocking(config: Config) -> Iterator[Finding]:
         subject = "host key"
         ports = waker.Watcher(config).states(time.monotonic(), fresh=True)
         if ports.initrd is not PortState.OPEN or ports.system is PortState.OPEN:
-            seen = "not seen" if config.host_key else "WAKER_SSH_HOST_KEY is not set"
+            seen, verdict = "not seen", HINT
+            if not config.host_key:
+                seen = "WAKER_SSH_HOST_KEY is not set, so waker cannot unlock"
+                verdict = LOUD_HINT
             text = f"{seen}; check again while the initrd waits for its passphrase"
-            yield subject, text, HINT
+            yield subject, text, verdict
             return
         transport = waker.open_transport(config, time.monotonic() + CHECK_SECONDS)
         waker.verify_host_key(transport, config)
@@ -162,7 +196,7 @@ def check_unlocking(config: Config) -> Iterator[Finding]:
             text = f"{waker.fingerprint(key.asbytes())} is not pinned, so waker cannot"
             text += " unlock. If it is your server's, set WAKER_SSH_HOST_KEY="
             text += f"{key.get_name()} {key.get_base64()}"
-            verdict = HINT
+            verdict = LOUD_HINT
         yield subject, text, verdict
 
 

@@ -48,6 +48,7 @@ SEEN = {  # with these settings; a row that ends the table is followed by no log
         "ok +host key +pinned and verified",
         "ok +login +root can log in",
     ),
+    "mute": ("SYSTEM_SSH_PORT=MUTE", "- +system's port .*is open; it says nothing"),
     "not all is right": (
         "PIN=24681012 LISTEN=127.0.0.1:INITRD SSH_USER=nobody",
         "- +PIN +digits",
@@ -67,11 +68,11 @@ SEEN = {  # with these settings; a row that ends the table is followed by no log
     ),
     "no pin yet": (
         "SYSTEM_SSH_PORT=RED SSH_HOST_KEY=",
-        "- +host key +WAKER_SSH_HOST_KEY is not set; check again",
+        "LOOK +host key +WAKER_SSH_HOST_KEY is not set.*cannot unlock; check again",
     ),
     "no pin": (
         "SSH_HOST_KEY=",
-        "- +host key .*not pinned.*WAKER_SSH_HOST_KEY=ssh-ed25519 AAAA.*\n$",
+        "LOOK +host key .*not pinned.*cannot unlock.*_KEY=ssh-ed25519 AAAA.*\n$",
     ),
     "another pin": (
         "SSH_HOST_KEY=OTHER",
@@ -86,9 +87,10 @@ def test_the_table_shows_what_was_seen(machine: Machine, row: tuple[str, ...]) -
     machine.ask()
     changes, *expected = row
     settings = OWN | dict(change.split("=") for change in changes.split())
-    with says(b"SSH-2.0-\x1b[31mred\x07\xc2\x9b\r\n") as red:
+    with says(b"SSH-2.0-\x1b[31mred\x07\xc2\x9b\r\n") as red, says(b"") as mute:
         ports = {"INITRD": machine.initrd_port, "CLOSED": machine.system_port}
-        for name, value in (ports | {"RED": red, "OTHER": OTHER_KEY}).items():
+        ports |= {"RED": red, "MUTE": mute}
+        for name, value in (ports | {"OTHER": OTHER_KEY}).items():
             settings = {n: v.replace(name, str(value)) for n, v in settings.items()}
         table = run(machine.settings(**settings))
     for pattern in expected:
@@ -147,6 +149,7 @@ def test_a_broken_paramiko_is_wrong_and_the_systems_tool_mends_it(
 # ---- Networks ------------------------------------------------------------------------
 
 NEAR, SILENT, LIMITED = "192.168.77.20", "192.168.77.30", "255.255.255.255"
+KNOWN, FIXED = "192.168.77.40", "192.168.77.50"  # of which the ARP table has entries
 
 
 def run_at(box: Namespace, folder: Path, **where: str) -> str:
@@ -170,12 +173,18 @@ def test_the_packets_route_is_shown_and_nothing_is_sent(
         provider.capture() as at_provider,
     ):
         ip(f"-n {router.name} address add 10.9.0.2/24 dev tun0")
+        for address, kind in ((FIXED, "permanent"), (KNOWN, "reachable")):
+            entry = f"{address} lladdr 02:00:00:00:00:01 dev lan nud {kind}"
+            ip(f"-n {router.name} neighbour add {entry}")
         for box, host, broadcast, verdict, seen in (
             (router, SILENT, LIMITED, "ok", f"from 192.168.77.1 to {LIMITED}$"),
             (router, SILENT, "10.7.7.255", "-", "from 198.51.100.2 .*another network"),
+            (router, "10.7.7.9", LIMITED, "WRONG", "on another network.*into the"),
+            (router, SILENT, KNOWN, "WRONG", f"{KNOWN} is no broadcast.*Delete"),
+            (router, SILENT, FIXED, "LOOK", f"{FIXED} is no.*permanent ARP entry"),
             (machine, "203.0.113.9", LIMITED, "WRONG", "unreachable; connect this box"),
             (router, "10.8.0.9", LIMITED, "WRONG", "10.8.0.2 .*tun0 cannot broadcast"),
-            (router, "10.9.0.9", LIMITED, "WRONG", "10.9.0.2 .*tun0 .*BROADCAST"),
+            (router, "10.9.0.9", LIMITED, "WRONG", "10.9.0.2 .*tun0 .*the route"),
             (router, "10.8.0.9", "10.8.0.255", "ok", "from 10.8.0.2 "),
         ):
             table = run_at(box, tmp_path, HOST=host, BROADCAST=broadcast)
@@ -183,6 +192,14 @@ def test_the_packets_route_is_shown_and_nothing_is_sent(
             assert re.match(f"{verdict} +magic packet .*{seen}", line)
             assert "MAC address" not in table
         assert udp_packets(at_machine) == udp_packets(at_provider) == []
+
+
+def test_a_card_without_a_cable_is_seen(home: Home, tmp_path: Path) -> None:
+    """The route over it stays, and so do packets that it will never send."""
+    router, machine, _ = home
+    ip(f"-n {machine.name} link set eth0 down")
+    table = run_at(router, tmp_path, HOST=NEAR)
+    assert re.search("(?m)^LOOK +magic packet .*lan has no link", table)
 
 
 def test_the_mac_address_is_compared_with_arp(home: Home, tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from conftest import (
     wait_for,
 )
 from homelab import DROPBEAR, MAC, OPENSSH, PACKET, tcp_server
-from machine import CLOSED, OPEN, SILENT, Machine, wait_for_state
+from machine import CLOSED, OPEN, SILENT, Machine, wait_for_state, wait_until
 from namespaces import Home, ip, udp_packets
 from ssh_servers import free_port, says
 
@@ -276,13 +278,63 @@ def test_a_start_spares_what_a_firewall_allows(home: Home, machine: Machine) -> 
 
 # ---- The magic packet ----------------------------------------------------------------
 
+LIMITED = "255.255.255.255"
+# Where the packet is sent to, for which server, and what is wrong with it.
+DESTINATIONS = {
+    "limited": (LIMITED, "192.168.77.20", ""),
+    "directed": ("192.168.77.255", "192.168.77.20", ""),
+    "of loopback": ("127.255.255.255", "127.0.0.1", ""),
+    "of another network": ("203.0.113.255", "203.0.113.9", ""),
+    "limited, elsewhere": (LIMITED, "203.0.113.9", "the server is on another network"),
+    "the server": ("192.168.77.20", "192.168.77.20", "no broadcast address"),
+    "of a smaller network": ("192.168.77.127", "192.168.77.20", "no broadcast address"),
+    "the network": ("192.168.77.0", "192.168.77.20", "no broadcast address"),
+    "a netmask": ("255.255.255.0", "192.168.77.20", "no broadcast address"),
+    "nowhere": ("0.0.0.0", "192.168.77.20", "no broadcast address"),
+}
 
-@pytest.mark.parametrize("broadcast", ["255.255.255.255", "192.168.77.255"])
+
+def test_a_packet_that_wakes_nobody_is_found_out(home: Home) -> None:
+    router = home[0]
+    for broadcast, host, expected in DESTINATIONS.values():
+        settings = MACHINE | {"WAKER_HOMELAB_HOST": host, "WAKER_PIN": PIN}
+        settings["WAKER_HOMELAB_BROADCAST"] = broadcast
+        config = waker.read_config(settings, Path())
+        problem = router.run(partial(waker.find_packet_problem, config))
+        assert expected in problem
+        assert bool(problem) == bool(expected)
+
+
+WOKE_NOBODY = {
+    "elsewhere": (LIMITED, "203.0.113.9", "the server is on another network"),
+    "the server": ("192.168.77.30", "192.168.77.30", "no broadcast address"),
+}
+
+
+@each("broadcast host expected", WOKE_NOBODY)
+def test_a_start_whose_packets_woke_nobody_says_why(
+    home: Home, machine: Machine, broadcast: str, host: str, expected: str
+) -> None:
+    router = home[0]
+    settings = machine.settings(HOMELAB_HOST=host, HOMELAB_BROADCAST=broadcast)
+    program = shortened(machine.folder, START_SECONDS=2)
+    with daemon(settings, *router.command(), program=program) as started:
+
+        def start() -> Any:
+            started.client.log_in().start()
+            return wait_until(started.client, "failed")
+
+        ended = router.run(start)
+    assert (ended["outcome"], ended["woke"]) == ("not_awake", True)
+    assert re.search(f"did not wake.*{expected}.*not sent", ended["message"])
+
+
+@pytest.mark.parametrize("broadcast", [LIMITED, "192.168.77.255"])
 def test_the_packet_leaves_by_the_right_interface(home: Home, broadcast: str) -> None:
     """The one that leads to the machine, without configuration. To UDP port 9."""
     router, machine, provider = home
     settings = MACHINE | {"WAKER_HOMELAB_HOST": "192.168.77.20"}
-    if broadcast != "255.255.255.255":  # the default
+    if broadcast != LIMITED:  # the default
         settings["WAKER_HOMELAB_BROADCAST"] = broadcast
     at_machine, at_provider = machine.capture(), provider.capture()
     with at_machine, at_provider, daemon(settings, *router.command()) as started:
