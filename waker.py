@@ -1597,7 +1597,8 @@ def read_request(
     """Read a request that begins with `data`. Raises: HttpError, OSError."""
     if not re.match(TCHAR, data):  # no method begins so: do not wait for more
         looks = "https://" if data[:1] == b"\x16" else "another protocol"
-        raise HttpError(400, f"This looks like {looks}; use http://")
+        advice = "if a browser switched by itself, open the page by this box's address"
+        raise HttpError(400, f"This looks like {looks}; use http://, and {advice}")
     while b"\r\n\r\n" not in data[:MAX_HEAD]:
         if len(data) >= MAX_HEAD:
             raise HttpError(431, f"The head must have at most {MAX_HEAD} bytes")
