@@ -94,7 +94,7 @@ class Pin:
     def __init__(self, text: str) -> None:
         if not 8 <= len(text) <= 128 or text != text.strip():
             raise ValueError
-        # Not to hide it: `compare_digest` needs equal lengths to take equal time.
+        # Digests have equal lengths, so that comparing them takes equal time.
         self._digest: Final = sha256(text.encode())
         self.is_number: Final = text.isdecimal()
 
@@ -129,13 +129,13 @@ HOST_KEY_LINE: Final = re.compile(
 
 def parse_host_keys(text: str) -> tuple[HostKey, ...]:
     """Parse comma-separated lines of .pub or known_hosts files, if any."""
-    # With a NUL, the text could not be passed on to the process that unlocks.
+    # With a NUL, no environment variable could pass it on.
     if re.search(r"@(revoked|cert-authority)|[\0-\x08\x0e-\x1f\x7f-\x9f]", text):
         raise ValueError
     keys: list[HostKey] = []
     for part in text.split(","):
         found = HOST_KEY_LINE.findall(part)
-        # No key of an unknown type, and no second one, may pass as a comment.
+        # Reject an unknown type, and a second key: neither may pass as a comment.
         if len(found) > 1 or len(found) != len(re.findall(r"\bAAAA", part)):
             raise ValueError
         for kind, encoded in found:
@@ -174,7 +174,7 @@ NOT_PASSED: Final = (
 
 
 def shown_path(path: Path) -> Path:
-    """Return where the user keeps a file of which systemd passes a copy."""
+    """Return the user's own path of a file that systemd may have passed."""
     is_passed = path.match("credentials/*.service/*")
     return Path("/etc/waker", path.name) if is_passed else path
 
@@ -207,7 +207,7 @@ class HttpError(Exception):
 
 
 # ---- Outcomes ------------------------------------------------------------------------
-# How an unlock or a start ends. UNLOCKED and WRONG_PASSPHRASE are the initrd's words.
+# How an unlock or a start ends. UNLOCKED and WRONG_PASSPHRASE need the initrd's words.
 
 UNSENT: Final = "The passphrase was not sent."
 
@@ -216,8 +216,8 @@ class Outcome(enum.Enum):
     """A word for programs, the status of POST /api/unlock, a sentence to complete."""
 
     UNLOCKED = "unlocked", 200, "Unlocked: "
-    ALREADY_OPEN = "already_open", 200, "all disks seem to be open already"
-    UP = "up", 200, "the system is up"
+    ALREADY_OPEN = "already_open", 200, "All disks seem to be open already"
+    UP = "up", 200, "The system is up"
     WRONG_PASSPHRASE = "wrong_passphrase", 400, "Wrong passphrase for disk "
     NOT_CONFIRMED = "not_confirmed", 500, "Not confirmed: the passphrase was sent, but "
     GAVE_UP = "gave_up", 500, "the server stopped asking and must be restarted"
@@ -275,7 +275,7 @@ class InitrdSays(enum.Enum):
 
     ASKS = rf"Please unlock disk {DISK}"
     OPENED = rf"cryptsetup: {DISK} set up successfully"
-    REJECTED = (  # the last one by initrds of waker 3
+    REJECTED = (  # the last pattern is for initrds prepared by waker 3
         "bad password or options|maximum number of tries"
         f"|^{COMMAND}: systemd may give up after another wrong"
     )
@@ -306,7 +306,7 @@ BY_STATUS: Final = {0: (Outcome.ALREADY_OPEN, ""), 126: NO_COMMAND, 127: NO_COMM
 # passphrase, a token, or the text of an exception, which might quote one.
 
 MAX_LOG_LINE: Final = 1000  # characters; less than PIPE_BUF, so a write is atomic
-LOG_LOCK: Final = threading.Lock()  # or several threads would see room for one line
+LOG_LOCK: Final = threading.Lock()  # so that no thread fills the room another saw
 
 
 def printable(text: str) -> str:
@@ -332,21 +332,21 @@ def describe_bug(error: BaseException) -> str:
 
 
 # ---- Waking and watching -------------------------------------------------------------
-# A magic packet leaves by the interface that leads to the machine. Check the machine by
-# connecting to its two ports, within a second.
+# A magic packet leaves by the interface that leads to the machine. A probe connects to
+# one of its two ports. Probing both takes less than a second.
 
 PROBE_SECONDS: Final = 0.4  # for each port to answer: a LAN takes milliseconds
 SYSTEM_SECONDS: Final = 8  # between probes of the system's port
-OPEN_SECONDS: Final = 10  # for which a port that was open survives a silence
-LIMIT_SECONDS: Final = 30  # in which the status costs at most MAX_ANSWERS connections
-MAX_ANSWERS: Final = 4
+OPEN_SECONDS: Final = 10  # after it was open, a port that misses one probe still is
+LIMIT_SECONDS: Final = 30  # in which `ufw limit` refuses the sixth connection
+MAX_ANSWERS: Final = 4  # connections in that time; the owner's own SSH needs one more
 LIMITED: Final = "255.255.255.255"  # has no route, and crosses no router
 
 
 def find_source_address(config: Config, *, to_neighbour: bool = False) -> str:
     """Return the address that the magic packet leaves from. Raises: OSError.
 
-    To a neighbour, it may cross no router, and (PermissionError) not be broadcast.
+    With `to_neighbour`, also if it needs a router, or is a broadcast address.
     """
     toward = config.host if config.broadcast == LIMITED else config.broadcast
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
@@ -358,17 +358,17 @@ def find_source_address(config: Config, *, to_neighbour: bool = False) -> str:
 
 def find_packet_problem(config: Config) -> str:
     """Return why the magic packet reaches no sleeping machine, or an empty string."""
+    is_limited = config.broadcast == LIMITED
     try:
         find_source_address(config, to_neighbour=True)
-    except PermissionError:
-        return ""
-    except OSError:  # the broadcast address of another network cannot be judged
-        if config.broadcast == LIMITED:
+        is_wrong = not is_limited  # it is the address of one device
+    except PermissionError:  # it is a broadcast address of a network of this box
+        is_wrong = False
+    except OSError:  # another network: only a netmask is surely wrong
+        if is_limited:
             return f"the server is on another network, and {LIMITED} crosses no router"
-        if not ipaddress.ip_address(config.broadcast).is_reserved:  # unlike a netmask
-            return ""
-    is_right = config.broadcast == LIMITED  # the host is the machine
-    return "" if is_right else f"{config.broadcast} is no broadcast address here"
+        is_wrong = ipaddress.ip_address(config.broadcast).is_reserved
+    return f"{config.broadcast} is not a broadcast address here" if is_wrong else ""
 
 
 def wake(config: Config) -> str:
@@ -430,7 +430,7 @@ def probe_port(host: str, port: int, *, banner: bool = False) -> tuple[PortState
     received = b""
     try:
         with open_tcp(host, port, PROBE_SECONDS) as tcp:
-            # It fails unless connected; Linux may report success too early.
+            # Raises OSError unless connected; Linux may report success too early.
             tcp.getpeername()
             with contextlib.suppress(OSError):  # none in time, or the peer has gone
                 received = tcp.recv(255) if banner else b""
@@ -441,8 +441,8 @@ def probe_port(host: str, port: int, *, banner: bool = False) -> tuple[PortState
         if isinstance(error, TimeoutError) or error.errno == errno.EHOSTUNREACH:
             return PortState.SILENT, ""
         return PortState.UNKNOWN, ""
-    # Ignore an incomplete banner: "SSH-2.0-" could become anything.
-    line, end, _ = received.partition(b"\n")  # dropbear's key exchange follows at once
+    # dropbear's key exchange follows at once. Ignore an incomplete banner.
+    line, end, _ = received.partition(b"\n")
     return PortState.OPEN, line.decode("latin-1").strip() if end else ""
 
 
@@ -466,18 +466,14 @@ class WatchedPort:
 
     def update(self, seen: PortState, now: float) -> None:
         """Take what was seen. An open port survives one silence: packets get lost."""
-        is_silent_now = (self.seen, seen) == (PortState.OPEN, PortState.SILENT)
-        survives = is_silent_now and now < self._seen_at + OPEN_SECONDS
+        fell_silent = (self.seen, seen) == (PortState.OPEN, PortState.SILENT)
+        survives = fell_silent and now < self._seen_at + OPEN_SECONDS
         self.shown = PortState.OPEN if survives else seen
         self.seen, self._seen_at = seen, now
 
 
 class Watcher:
-    """Probes the ports at most once a second, and shares the result.
-
-    It spares the system's port: a firewall such as `ufw limit` refuses the sixth
-    connection within 30 s, and the owner's own SSH needs one.
-    """
+    """Probes the ports, shares the result for a second, and spares the system's."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -485,7 +481,7 @@ class Watcher:
         self._initrd, self._system = WatchedPort(), WatchedPort()
         self._due = -math.inf  # the next probe, in monotonic seconds
         self._system_due = -math.inf  # and the next of the system's port
-        self._answers = deque([-math.inf] * MAX_ANSWERS, MAX_ANSWERS)  # its last ones
+        self._system_opens = deque([-math.inf] * MAX_ANSWERS, MAX_ANSWERS)
 
     def states(self, now: float, *, fresh: bool = False) -> PortStates:
         """Return the states as the status shows them or, to decide by, fresh ones."""
@@ -499,27 +495,27 @@ class Watcher:
 
     def _probe(self, now: float, *, fresh: bool) -> None:
         """Probe the initrd's port and, if it is due, the system's."""
-        host, port = self.config.host, self.config.system_port
-        is_shared = port == self.config.initrd_port
+        host, system_port = self.config.host, self.config.system_port
+        is_shared = system_port == self.config.initrd_port
         if not is_shared:
             before = self._initrd.shown
             self._initrd.update(probe_port(host, self.config.initrd_port)[0], now)
-            if self._initrd.shown is not before:
+            if self._initrd.shown is not before:  # the system may be coming, or going
                 self._system_due = now
-        due = max(self._system_due, self._answers[0] + LIMIT_SECONDS)
+        due = max(self._system_due, self._system_opens[0] + LIMIT_SECONDS)
         if now < due and not fresh:
             return
         if is_shared:
-            initrd, system = probe_shared_port(host, port)
+            initrd, system = probe_shared_port(host, system_port)
             self._initrd.update(initrd, now)
         else:
-            system, _ = probe_port(host, port)
+            system, _ = probe_port(host, system_port)
         self._system.update(system, now)
         if system is PortState.OPEN:
-            self._answers.append(now)
-        is_doubtful = system is not self._system.shown
+            self._system_opens.append(now)
+        hides_silence = system is not self._system.shown
         is_awaited = is_shared and system is not PortState.OPEN
-        self._system_due = now + (1 if is_doubtful or is_awaited else SYSTEM_SECONDS)
+        self._system_due = now + (1 if hides_silence or is_awaited else SYSTEM_SECONDS)
 
 
 # ---- Unlocking -----------------------------------------------------------------------
@@ -534,9 +530,10 @@ KEX_SECONDS: Final = 30  # for the key exchange: slow boxes take two
 LOST_SECONDS: Final = 10  # without acknowledgement, before the connection is lost
 PROMPT_SECONDS: Final = 50  # for the first prompt: an emulated machine took 30
 NEXT_PROMPT_SECONDS: Final = 15  # for the next disk
-STILL_SECONDS: Final = 0.2  # for a command to end that asks and waits for nobody
+STILL_SECONDS: Final = 0.2  # in which a command ends that was answered elsewhere
 END_SECONDS: Final = 3  # for a command to end after its verdict
-UNLOCK_SECONDS: Final = 90  # room for a slow key derivation on a slow machine
+UNLOCK_SECONDS: Final = 90  # for all that; a slow machine derives keys slowly
+REPORT_SECONDS: Final = 5  # of these, for the result; and more, before it is killed
 MAX_LINE: Final = 65536  # bytes of output; no initrd writes a longer line
 MAX_DISKS: Final = 16  # disks to answer; a lying server could keep asking
 SENT_REPORT: Final = b'{"sent": true}'  # printed before the passphrase is sent
@@ -595,15 +592,15 @@ def verify_host_key(transport: "Transport", config: Config) -> None:
             is_over.wait(KEX_SECONDS)
         key = transport.get_remote_server_key()
     except ANY_ERROR:
-        detail = "the SSH server hung up, stopped responding, or shares no algorithm"
-        raise UnlockError(Outcome.NOT_ASKED, f"{detail} with paramiko") from None
+        detail = "the SSH server hung up, stopped responding, or has no algorithm that"
+        raise UnlockError(Outcome.NOT_ASKED, f"{detail} paramiko accepts") from None
     is_shared = config.initrd_port == config.system_port
     if is_shared and "dropbear" not in transport.remote_version:
         raise UnlockError(Outcome.UP, "")
     if key.asbytes() not in config.host_key:
         pins = " or ".join(map(fingerprint, config.host_key)) or "none"
         detail = f"pinned {pins}, seen {fingerprint(key.asbytes())}. Is the system up,"
-        detail += " or was its key pinned? If not, suspect an impostor"
+        detail += " or was the system's key pinned? If not, suspect an impostor"
         raise UnlockError(Outcome.HOST_KEY_DIFFERS, detail)
 
 
@@ -691,7 +688,7 @@ def wait_for_prompt(
         raise UnlockError(*NO_PROMPT) from None
     for said, name in read_lines(channel, until):
         if said is InitrdSays.ASKS:
-            # Somebody may have answered at the server. A key exchange lets nothing out.
+            # Did somebody answer at the server? Is a key exchange in the way?
             has_ended = channel.status_event.wait(STILL_SECONDS)
             if has_ended or not transport.clear_to_send.is_set():
                 raise UnlockError(*NO_PROMPT)
@@ -732,18 +729,18 @@ def send_passphrase(
     return None
 
 
-def explain_verdict(verdict: InitrdSays | None, disk: str, opened: str) -> Ending:
+def explain_verdict(verdict: InitrdSays | None, disk: str, listed: str) -> Ending:
     """Return how an unlock ended if the passphrase did not open the disk."""
     outcome, words = Outcome.NOT_CONFIRMED, "the initrd did not confirm it"
     if verdict is InitrdSays.REJECTED:
         outcome, words = Outcome.WRONG_PASSPHRASE, disk
     elif verdict is InitrdSays.ASKS:
         words = "a disk is still asking"
-    elif verdict is InitrdSays.GAVE_UP and not opened:
+    elif verdict is InitrdSays.GAVE_UP and not listed:
         outcome, words = Outcome.GAVE_UP, ""
     elif verdict is InitrdSays.GAVE_UP:  # the server may boot without this disk
         words = f"the initrd gave up on disk {disk}"
-    return outcome, f"{words}; unlocked: {opened}" if opened else words
+    return outcome, f"{words}; unlocked: {listed}" if listed else words
 
 
 def unlock_disks(
@@ -837,7 +834,7 @@ def parse_addresses(text: str) -> frozenset[str]:
     return frozenset(plain_address(part.strip()) for part in parts)
 
 
-# Field of Config, default, parser, valid form. An empty value counts as none.
+# Field of Config, default, parser, valid form. An empty value counts as not set.
 Setting = tuple[str, str, Callable[[str], object], str]
 PARSE_USER: Final = functools.partial(match_whole, "[!-~]{1,64}")
 PARSE_NAME: Final = functools.partial(
@@ -849,7 +846,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
     "WAKER_SYSTEM_SSH_PORT": ("system_port", "22", parse_port, "a port, 1 to 65535"),
     "WAKER_SSH_USER": ("user", "root", PARSE_USER, "a user's name"),
     "WAKER_SSH_KEY": ("key", "ssh_key", parse_path, "the SSH key's path, without ~"),
-    "WAKER_SSH_HOST_KEY": ("host_key", "", parse_host_keys, "whole lines, one per key"),
+    "WAKER_SSH_HOST_KEY": ("host_key", "", parse_host_keys, "whole lines, with commas"),
     "WAKER_HOMELAB_MAC": ("mac", "", parse_mac, "a MAC address: 52:54:00:12:34:56"),
     "WAKER_HOMELAB_BROADCAST": ("broadcast", LIMITED, plain_ipv4, "an IPv4 address"),
     "WAKER_HOMELAB_NAME": ("name", "", PARSE_NAME, "a name of at most 64 characters"),
@@ -860,7 +857,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
 # What `state` needs, and what `unlock` needs besides.
 PORTS: Final = "WAKER_HOMELAB_HOST", "WAKER_INITRD_SSH_PORT", "WAKER_SYSTEM_SSH_PORT"
 LOGIN: Final = "WAKER_SSH_USER", "WAKER_SSH_KEY", "WAKER_SSH_HOST_KEY"
-# A line of FILE: a value in quotes, or one without quotes, comment or another setting.
+# A quoted value, or a bare one: without quotes, comments or a second setting.
 ENV_LINE: Final = re.compile(
     r"""(WAKER_\w+)\s*=\s*+(?:"([^"]*)"|'([^']*)'|"""
     r"""((?!["'#\u2018-\u201f]|.*\s(?:#|WAKER_\w+=)).*))"""
@@ -872,7 +869,7 @@ def read_env_file(path: Path) -> dict[str, str]:
     shown = shown_path(path)
     fix = "copy waker.env.example there and edit it"
     try:
-        # Some editors add a byte order mark. What is not UTF-8 is no valid value.
+        # Some editors add a byte order mark. Parsers judge what is not UTF-8.
         text = path.read_text("utf-8-sig", "surrogateescape")
     except PermissionError:
         raise ConfigError(f"{shown} cannot be read; use sudo") from None
@@ -920,10 +917,14 @@ def read_config(
             parsed[field] = folder / value if isinstance(value, Path) else value
     config = Config(**parsed)
     if config.broadcast == LIMITED and ":" in config.host:
-        mistakes.append("WAKER_HOMELAB_BROADCAST must be set for an IPv6 host")
-    if config.host_key and "key" in parsed:
-        problem = find_key_problem(config.key)
-        mistakes += [f"WAKER_SSH_KEY {problem}"] if problem else []
+        mistakes.append("WAKER_HOMELAB_BROADCAST must be set for an IPv6 address")
+    # Without a host key, waker only wakes.
+    if (
+        config.host_key
+        and "key" in parsed
+        and (problem := find_key_problem(config.key))
+    ):
+        mistakes.append(f"WAKER_SSH_KEY {problem}")
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     return config._replace(name=config.name or config.host)
@@ -931,8 +932,8 @@ def read_config(
 
 # ---- Starting ------------------------------------------------------------------------
 # Wake, wait, unlock and watch, in a thread: the phone may go to sleep. The passphrase
-# is kept until the unlocking process has ended. Only `_show` changes what is shown, and
-# only probes that are fresh decide.
+# is kept until the unlocking process has ended. Only `_show` changes phase, message and
+# outcome. The first look at the ports is fresh, and so is the last.
 
 PACKET_SECONDS: Final = 10  # between magic packets, while no port is open
 RETRY_SECONDS: Final = 5  # between tries to unlock, while no disk asks
@@ -992,18 +993,17 @@ class Start:
         self._lock = threading.Lock()
         self._passphrase: Passphrase | None = passphrase  # until it is not needed
         self._child: Popen[bytes] | None = None  # the last that ran
-        self._times: dict[str, int] = {}  # seconds from the start to each phase
-        self.began = time.monotonic()  # seconds, as in the next
+        self.began = time.monotonic()  # monotonic seconds, like `ended`
         self.ended = math.inf  # while it runs
         self.phase = Phase.WAKING if waits else Phase.UNLOCKING
         self.message = "Looking for the server" if waits else CONNECTING
         self.outcome: Outcome | None = None  # until something is known
         self.woke = False  # a magic packet was sent
         self.sent = False  # the passphrase may have been sent
-        self.result = Result(Outcome.ERROR, "", sent=True)  # until the unlock ends
+        self.result: Result  # is set before `unlock_ended` is
         self.unlock_ended = threading.Event()
         self.cancelled = threading.Event()
-        self._show(self.phase, self.message)
+        self._times = {self.phase.value: 0}  # seconds from the start to each phase
 
     def _show(self, phase: Phase, text: str, outcome: Outcome | None = None) -> None:
         """Change what the status shows. It must stay true until the next change."""
@@ -1025,14 +1025,14 @@ class Start:
         self._show(phase, result.message, result.outcome)
         self.unlock_ended.set()
 
-    def unlock(self) -> Result:
+    def run_unlock(self) -> Result:
         """Run the process that unlocks, to its end."""
         command, environment = self._process
         try:
             import subprocess
 
-            # It inherits blocked signals. print_unlock unblocks them when it has read
-            # the passphrase. In its own session, it gets none from a terminal.
+            # It inherits blocked signals, and unblocks them when it has read the
+            # passphrase. In its own session, it gets none from a terminal.
             self._child = child = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -1042,10 +1042,8 @@ class Start:
             )
         except (OSError, MemoryError) as error:
             reason = getattr(error, "strerror", "there is not enough memory")
-            return make_result(
-                Outcome.ERROR, f"the unlocking process cannot start: {reason}"
-            )
-        deadline = time.monotonic() + UNLOCK_SECONDS + 5
+            return make_result(Outcome.ERROR, f"its process cannot start: {reason}")
+        deadline = time.monotonic() + UNLOCK_SECONDS + REPORT_SECONDS
         output, data = b"", b"x"
         with child:  # waits for its end
             stdin = cast("io.BufferedWriter", child.stdin)
@@ -1057,19 +1055,22 @@ class Start:
             while data:
                 left = max(deadline - time.monotonic(), 0)
                 if not select.select([stdout], [], [], left)[0]:
-                    child.kill()  # its own alarm is set once it has the passphrase
+                    child.kill()  # its own alarm starts once it has the passphrase
                 data = os.read(stdout, 65536)
                 output += data
                 if SENT_REPORT in output:
                     self.sent = True
-                    asked = "The initrd asked; waiting for its verdict"
-                    self._show(Phase.UNLOCKING, asked)
+                    self._show(Phase.UNLOCKING, "Waiting for the initrd's verdict")
+        return self._read_result(output, child.returncode)
+
+    def _read_result(self, output: bytes, status: int) -> Result:
+        """Return the result in the last line of the process, or why there is none."""
         if self.cancelled.is_set() and not self.sent:
             return make_result(Outcome.CANCELLED)
         with contextlib.suppress(ValueError, LookupError, TypeError):  # no result
             members = json.loads(output.splitlines()[-1])
             return Result(OUTCOMES[members["outcome"]], members["message"], self.sent)
-        reason = f"the unlocking process ended with status {child.returncode}"
+        reason = f"the unlocking process ended with status {status}"
         outcome = Outcome.NOT_CONFIRMED if self.sent else Outcome.ERROR
         return make_result(outcome, f"{reason}; see waker's log", sent=self.sent)
 
@@ -1080,8 +1081,8 @@ class Start:
         text, failure = "", ""
         while True:
             now = time.monotonic()
-            decides = packet_due == -math.inf or now > deadline
-            ports = self._watcher.states(now, fresh=decides)
+            is_first_or_last = packet_due == -math.inf or now > deadline
+            ports = self._watcher.states(now, fresh=is_first_or_last)
             if ports.system is PortState.OPEN:
                 return make_result(Outcome.UP)
             if ports.initrd is PortState.OPEN:
@@ -1109,14 +1110,14 @@ class Start:
         self._show(Phase.UNLOCKING, CONNECTING)
         while True:
             tried = time.monotonic()
-            result = self.unlock()
+            result = self.run_unlock()
             if result.outcome is not Outcome.NOT_ASKED:
                 return result
             now = time.monotonic()
             if now + (now - tried) > give_up:  # another try may take as long
-                is_answered = result == make_result(*NO_PROMPT)
-                never = make_result(Outcome.NOT_ASKED, NEVER_ASKS)
-                return never if is_answered else result
+                if result != make_result(*NO_PROMPT):  # the connection failed
+                    return result
+                return make_result(Outcome.NOT_ASKED, NEVER_ASKS)
             self._show(Phase.UNLOCKING, "The initrd was not ready; trying again")
             if self.cancelled.wait(RETRY_SECONDS):
                 return make_result(Outcome.CANCELLED)
@@ -1141,13 +1142,13 @@ class Start:
         self._show(Phase.CANCELLED, result.message, result.outcome)
 
     def run(self) -> None:
-        """Wake if it is to wait, unlock, and watch."""
+        """Unlock, after waking the machine if it waits, and watch it boot."""
         deadline = self.began + START_SECONDS
         try:
-            result = None if self.phase is Phase.WAKING else self.unlock()
-            while not result:
+            result = None if self.phase is Phase.WAKING else self.run_unlock()
+            while not result:  # the initrd has come up, or gone away again
                 result = self._wait_for_initrd(deadline) or self._unlock_when_ready()
-            if result.outcome is Outcome.HOST_KEY_DIFFERS:  # or is it the system's?
+            if result.outcome is Outcome.HOST_KEY_DIFFERS:  # the system has its own
                 ports = self._watcher.states(time.monotonic(), fresh=True)
                 if ports.system is PortState.OPEN:
                     result = make_result(Outcome.UP)
@@ -1158,13 +1159,13 @@ class Start:
             log(describe_bug(error))
         finally:
             if self.phase in RUNNING:  # there was a bug, and the next may begin
-                is_sent = self._child is not None
-                words = "The passphrase may have been sent." if is_sent else UNSENT
+                may_be_sent = self._child is not None
+                words = "The passphrase may have been sent." if may_be_sent else UNSENT
                 text = f"Internal error; see waker's log. {words}"
-                self._finish_unlock(Result(Outcome.ERROR, text, is_sent))
+                self._finish_unlock(Result(Outcome.ERROR, text, may_be_sent))
 
     def cancel(self) -> None:
-        """Send nothing any more, and stop watching.
+        """Send nothing from now on, and stop watching.
 
         A process that begins later is given no passphrase. One that runs is ended by
         SIGTERM, unless it is about to send: from then on, it ignores that.
@@ -1267,7 +1268,7 @@ class Starter:
 
 # ---- Tokens and attempts -------------------------------------------------------------
 # Memory is bounded. Each client has its own limit of attempts. An attacker could use a
-# common one to lock the owner out.
+# shared one to lock the owner out.
 
 TOKEN_SECONDS: Final = 900  # fixed by the interface
 MAX_TOKENS: Final = 64  # at a time, for a household and its scripts
@@ -1370,12 +1371,13 @@ def parse_body(request: Request, name: str, parse: Callable[[str], T]) -> T:
     if not re.fullmatch(r"(?i)application/json[ \t]*(;.*)?", kind):
         raise HttpError(415, "Content-Type must be application/json")
     # Accept exactly one member, which rules out duplicate names and nesting.
-    member = rf'\s*{{\s*"{name}"\s*:\s*("(?:[^"\\]|\\.)*")\s*}}\s*'
+    member = rf'\s*{{\s*"{name}"\s*:\s*("(?:[^"\\]|\\.)+")\s*}}\s*'
     try:
         found = re.fullmatch(member, request.body.decode(), re.ASCII)
-        text = str(json.loads(found[1])) if found else ""
-        if not text.encode():  # which raises ValueError for half a surrogate pair
+        if not found:
             raise ValueError
+        text = str(json.loads(found[1]))
+        text.encode()  # raises ValueError for half a surrogate pair
         return parse(text)
     except ValueError:
         form = f'{{"{name}": "<1 to 512 bytes without control characters>"}}'
@@ -1597,7 +1599,7 @@ def read_request(
     """Read a request that begins with `data`. Raises: HttpError, OSError."""
     if not re.match(TCHAR, data):  # no method begins so: do not wait for more
         looks = "https://" if data[:1] == b"\x16" else "another protocol"
-        advice = "if a browser switched by itself, open the page by this box's address"
+        advice = "if the browser switched by itself, open the page by an IP address"
         raise HttpError(400, f"This looks like {looks}; use http://, and {advice}")
     while b"\r\n\r\n" not in data[:MAX_HEAD]:
         if len(data) >= MAX_HEAD:
@@ -1613,13 +1615,12 @@ def read_request(
     is_short = int(length) <= MAX_BODY
     while is_short and len(body) < int(length):
         body += receive()
-    # The client is the last X-Forwarded-For address that is not a trusted proxy.
-    client = peer
     forwarded = fields.get("x-forwarded-for", "")
-    hops = forwarded.rsplit(",", 16)
-    # Behind an unknown proxy, all clients share one limit. Do not log polls.
+    # Behind an unknown proxy, all clients share one limit. Polls come with a token.
     if forwarded and peer not in proxies and "authorization" not in fields:
         log(f"ip={peer} sends X-Forwarded-For, but is not in WAKER_TRUSTED_PROXY")
+    # The client is the last address that is not a trusted proxy.
+    client, hops = peer, forwarded.rsplit(",", 16)
     with contextlib.suppress(ValueError):  # not an address: stop here
         while hops and client in proxies:
             client = plain_address(hops.pop().strip(" \t"))
@@ -1642,7 +1643,7 @@ def listen(where: Address) -> socket.socket:
     return tcp
 
 
-class Handler(BaseHTTPRequestHandler):
+class Connection(BaseHTTPRequestHandler):
     """One connection: read one request, answer it, and let the client hang up."""
 
     server: "Server"
@@ -1723,10 +1724,12 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, app: App, tcp: socket.socket) -> None:
         # HTTPServer would look up the name of our address, and hang if DNS is down.
-        socketserver.BaseServer.__init__(self, tcp.getsockname()[:2], Handler)
+        socketserver.BaseServer.__init__(self, tcp.getsockname()[:2], Connection)
         self.socket, self.app = tcp, app
         self.free_places = threading.Semaphore(MAX_CONNECTIONS)
-        self.waiting: set[Handler] = set()  # for their clients; each change is atomic
+        self.waiting: set[Connection] = (
+            set()
+        )  # for their clients; each change is atomic
         self.is_stopping = False
 
     def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
@@ -1741,15 +1744,12 @@ class Server(ThreadingHTTPServer):
         return tcp, (address[0].removeprefix("::ffff:"), address[1])
 
     def make_room(self) -> None:
-        """Drop a waiting handler at random, of the client with the most.
-
-        A browser opens six connections, so up to six, all clients are equal.
-        """
+        """Drop a random waiting connection of the client that has most of them."""
         with contextlib.suppress(MemoryError):  # which would end the serving thread
             waiting = self.waiting.copy()
-            counts = Counter(handler.group for handler in waiting)
+            counts = Counter(each.group for each in waiting)
             most = max(counts.values(), default=0)
-            if most > 6:
+            if most > 6:  # a browser opens six: up to that, all clients are equal
                 waiting = {each for each in waiting if counts[each.group] == most}
             if waiting:
                 secrets.choice([*waiting]).drop()
@@ -1776,8 +1776,8 @@ class Server(ThreadingHTTPServer):
         self.socket.shutdown(socket.SHUT_RDWR)  # this wakes `serve_forever`
         self.shutdown()
         self.is_stopping = True
-        for handler in self.waiting.copy():  # the others are answered first
-            handler.drop()
+        for connection in self.waiting.copy():  # the others are answered first
+            connection.drop()
         self.server_close()
 
 
@@ -1804,7 +1804,7 @@ def serve(app: App) -> int:
         log(f"WAKER_LISTEN: {error.strerror}")
         return 1
     server = Server(app, tcp)
-    threading.Thread(target=server.serve_forever, args=(None,)).start()
+    threading.Thread(target=server.serve_forever, args=(None,)).start()  # no polling
     log(f"waker {__version__} listens on port {tcp.getsockname()[1]}")
     signal.sigwait(signals)
     log("stopping")
@@ -1827,7 +1827,7 @@ def read_passphrase() -> Passphrase:
 
 
 def print_unlock(config: Config, seconds: int) -> int:
-    """Read a passphrase, unlock within `seconds`, print how; return the status."""
+    """Read a passphrase, unlock within `seconds`, print the result; return a status."""
     try:
         try:
             passphrase = read_passphrase()
@@ -1835,7 +1835,7 @@ def print_unlock(config: Config, seconds: int) -> int:
             result = make_result(Outcome.CANCELLED)
         except (ValueError, EOFError, OSError):
             form = "1 to 512 bytes of UTF-8 without control characters"
-            result = make_result(Outcome.ERROR, f"a passphrase is {form}")
+            result = make_result(Outcome.ERROR, f"a passphrase must be {form}")
         else:
             if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)  # end without a traceback
@@ -1843,7 +1843,7 @@ def print_unlock(config: Config, seconds: int) -> int:
             signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the daemon blocks them
             signal.alarm(seconds)  # ends the process even if something hangs
             # The last verdict comes by then, which leaves time to report it.
-            deadline = time.monotonic() + seconds - 5
+            deadline = time.monotonic() + seconds - REPORT_SECONDS
             result = unlock(config, passphrase, deadline)
         members = result._asdict() | {"outcome": result.outcome.word}
         os.write(1, f"{json.dumps(members)}\n".encode())
@@ -1869,11 +1869,11 @@ def parse_arguments(argv: Sequence[str], commands: Commands) -> argparse.Namespa
     add = parser.add_argument
     add("--version", action="version", version=f"waker {__version__}")
     add("--env-file", metavar="FILE", type=Path, help="settings: lines NAME=value")
-    limit = "limit for unlock, 6 to 9999"
+    limit = "seconds for unlock, 6 to 9999"
     add("--seconds", metavar="N", type=int, default=UNLOCK_SECONDS, help=limit)
     add("command", nargs="?", choices=commands, default="serve", help="what to do")
     parsed = parser.parse_args(argv)
-    if not 5 < parsed.seconds < 10_000:
+    if not REPORT_SECONDS < parsed.seconds < 10_000:
         parser.error("argument --seconds: N must be 6 to 9999")
     return parsed
 
@@ -1894,7 +1894,7 @@ def run_command(parsed: argparse.Namespace, check: Check | None) -> int:
     config = read_config(values, folder)
     if check:
         return check(config, file)
-    # For the process that unlocks. The PIN stays here; PYTHONPATH may have paramiko.
+    # For the process that unlocks: not the PIN. PYTHONPATH may lead to paramiko.
     environment = {n: v for n, v in os.environ.items() if n not in ours}
     environment |= {name: values[name] for name in PORTS + LOGIN if name in values}
     environment["WAKER_SSH_KEY"] = str(config.key)
@@ -1906,7 +1906,7 @@ def run_command(parsed: argparse.Namespace, check: Check | None) -> int:
 def main(
     argv: Sequence[str], commands: Commands = COMMANDS, check: Check | None = None
 ) -> int:
-    """Run a command, and return the exit status. `check` is what box/ runs instead."""
+    """Run a command, and return the exit status. box/ has `check`, to run instead."""
     parsed = parse_arguments(argv, commands)
     loads_paramiko = check or parsed.command == "unlock"
     # Open descriptors 0 to 2 if they are closed: 2 is the log, and must be no client.

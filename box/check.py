@@ -24,7 +24,7 @@ from waker import Config, PortState, UnlockError
 OK: Final = "ok"
 WRONG: Final = "WRONG"
 HINT: Final = "-"  # harmless, or unknown for now
-LOUD_HINT: Final = "LOOK"  # right on some servers, but only the owner knows
+LOOK: Final = "LOOK"  # right in some homes, but only the owner knows
 CHECK_SECONDS: Final = 20  # for key exchange and login: slow boxes take two to four
 SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
 IFF_BROADCAST: Final = 0x2  # linux/if.h
@@ -75,7 +75,7 @@ def is_permanent(address: str) -> bool:
 
 
 def check_packet(config: Config) -> tuple[str, str]:
-    """Check where the magic packet leaves, and where it goes; return the verdict."""
+    """Return where the magic packet leaves and what is wrong there, and a verdict."""
     try:
         source = waker.find_source_address(config)
     except OSError as error:
@@ -92,18 +92,18 @@ def check_packet(config: Config) -> tuple[str, str]:
         fix = "Put this box into the server's network, or correct its netmask"
         return f"{route}; {problem}. {fix}", WRONG
     if problem and is_permanent(config.broadcast):
-        return f"{route}; {problem}, but a permanent ARP entry leads there", LOUD_HINT
+        return f"{route}; {problem}, but a permanent ARP entry leads there", LOOK
     if problem:
         fix = "Delete WAKER_HOMELAB_BROADCAST, or correct it"
         return f"{route}; {problem}. {fix}", WRONG
     if not read_interface(name, "carrier", 1):
-        return f"{route}; {name} has no link. Is its cable plugged in?", LOUD_HINT
+        return f"{route}; {name} has no link. Is its cable plugged in?", LOOK
     try:
         waker.find_source_address(config, to_neighbour=True)
     except PermissionError:  # a broadcast address of this network
         return route, OK
     except OSError:
-        problem = "that is another network, and most routers stop broadcasts"
+        problem = "it goes to another network, and most routers stop broadcasts"
         return f"{route}; {problem}", HINT
     return route, OK
 
@@ -146,7 +146,7 @@ def check_ports_and_mac(config: Config) -> Iterator[Finding]:
         if port != config.initrd_port and "dropbear" in banner:
             text, verdict = f"{text}; are the two ports swapped?", HINT
         yield subject, text, verdict
-    # The ports have filled the ARP table.
+    # Probing the ports has filled the ARP table.
     arp = Path("/proc/net/arp")
     entry = rf"(?m)^{re.escape(config.host)} .* (..:..:..:..:..:..) "
     found = re.search(entry, arp.read_text() if arp.exists() else "")
@@ -156,7 +156,7 @@ def check_ports_and_mac(config: Config) -> Iterator[Finding]:
         hint = f"{config.host} has {found[1]} according to ARP, not {mac}. If the"
         hint += " server is off, another device has its address: give each its own. If"
         hint += " it is on, take the MAC of the card that wakes it from `ip link` there"
-        yield "MAC address", hint, LOUD_HINT if is_answered else HINT
+        yield "MAC address", hint, LOOK if is_answered else HINT
 
 
 def check_unlocking(config: Config) -> Iterator[Finding]:
@@ -168,7 +168,7 @@ def check_unlocking(config: Config) -> Iterator[Finding]:
     except (ImportError, AttributeError) as error:
         yield "paramiko", f"{explain_no_paramiko()} ({error})", WRONG
         return
-    subject = "SSH key"
+    subject, transport = "SSH key", None
     try:
         key = waker.load_key(config.key)
         yield subject, f"{key.get_name()} {waker.fingerprint(key.asbytes())}", OK
@@ -178,7 +178,7 @@ def check_unlocking(config: Config) -> Iterator[Finding]:
             seen, verdict = "not seen", HINT
             if not config.host_key:
                 seen = "WAKER_SSH_HOST_KEY is not set, so waker cannot unlock"
-                verdict = LOUD_HINT
+                verdict = LOOK
             text = f"{seen}; check again while the initrd waits for its passphrase"
             yield subject, text, verdict
             return
@@ -187,16 +187,17 @@ def check_unlocking(config: Config) -> Iterator[Finding]:
         yield subject, "pinned and verified", OK
         subject = "login"
         waker.log_in(transport, config)
-        yield subject, f"{config.user} can log in; unlock not tried", OK
+        yield subject, f"{config.user} can log in; unlocking is untested", OK
     except UnlockError as error:
         outcome, words = error.args
         text, verdict = outcome.sentence + words, WRONG
-        if outcome is waker.Outcome.HOST_KEY_DIFFERS and not config.host_key:
-            key = transport.get_remote_server_key()
-            text = f"{waker.fingerprint(key.asbytes())} is not pinned, so waker cannot"
-            text += " unlock. If it is your server's, set WAKER_SSH_HOST_KEY="
-            text += f"{key.get_name()} {key.get_base64()}"
-            verdict = LOUD_HINT
+        differs = outcome is waker.Outcome.HOST_KEY_DIFFERS
+        if transport and differs and not config.host_key:
+            seen_key = transport.get_remote_server_key()
+            text = f"{waker.fingerprint(seen_key.asbytes())} is not pinned, so waker"
+            text += " cannot unlock. If it is your server's, set WAKER_SSH_HOST_KEY="
+            text += f"{seen_key.get_name()} {seen_key.get_base64()}"
+            verdict = LOOK
         yield subject, text, verdict
 
 

@@ -125,7 +125,7 @@ HANGS = """
 import os, waker
 process = ("sleep", "9"), os.environ
 watcher = waker.Watcher(waker.Config())
-print(waker.Start(watcher, process, waker.Passphrase("x"), waits=False).unlock())
+print(waker.Start(watcher, process, waker.Passphrase("x"), waits=False).run_unlock())
 """
 
 
@@ -146,7 +146,7 @@ def unlock_by(*command: str) -> Any:
     """Unlock by a process of which the test says what it does."""
     watcher, passphrase = waker.Watcher(waker.Config()), waker.Passphrase(PASSPHRASE)
     process = command, os.environ
-    return waker.Start(watcher, process, passphrase, waits=False).unlock()
+    return waker.Start(watcher, process, passphrase, waits=False).run_unlock()
 
 
 def test_an_unlock_needs_no_other_thread() -> None:

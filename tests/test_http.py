@@ -355,7 +355,7 @@ EVENTS = (
     "PIN accepted",
     "refused GET /x'b: 404 ",
     "refused a request: 400 A request must begin with ",
-    "refused a request: 400 This looks like https://; use http://, and if a browser",
+    "refused a request: 400 This looks like https://; use http://, and if the browser",
     "refused a request: 400 This looks like another protocol",
 )
 

@@ -210,7 +210,7 @@ def test_a_system_that_has_just_come_up_needs_nothing(
         opens(stack, machine)
         if request_ == "unlock":
             answer = client.unlock()
-            assert answer.json["message"] == f"the system is up. {UNSENT}"
+            assert answer.json["message"] == f"The system is up. {UNSENT}"
         else:
             client.start()
             assert wait_until(client, "done")["woke"] is False
@@ -326,7 +326,7 @@ def test_a_cancel_before_the_process_begins_gives_it_nothing(tmp_path: Path) -> 
     watcher = waker.Watcher(waker.Config())
     start = waker.Start(watcher, process, passphrase, waits=False)
     start.cancel()
-    result = start.unlock()
+    result = start.run_unlock()
     assert (result.outcome.word, result.sent) == ("cancelled", False)
     assert tmp_path.joinpath("given").read_bytes() == b""
 

@@ -171,8 +171,8 @@ DIFFERS = "host_key_differs"
 FAILED = 500, "Failed to unlock: ", "failed"
 ANSWERS = {
     "unlocked": (200, "Unlocked: ", "booting"),
-    "already_open": (200, "all disks seem to be open", "booting"),
-    "up": (200, "the system is up", "done"),
+    "already_open": (200, "All disks seem to be open", "booting"),
+    "up": (200, "The system is up", "done"),
     "wrong_passphrase": (400, "Wrong passphrase for disk ", "failed"),
     "not_confirmed": (500, "Not confirmed: (?=.*watch GET /api/status)", "booting"),
 }

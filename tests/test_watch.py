@@ -286,11 +286,15 @@ DESTINATIONS = {
     "of loopback": ("127.255.255.255", "127.0.0.1", ""),
     "of another network": ("203.0.113.255", "203.0.113.9", ""),
     "limited, elsewhere": (LIMITED, "203.0.113.9", "the server is on another network"),
-    "the server": ("192.168.77.20", "192.168.77.20", "no broadcast address"),
-    "of a smaller network": ("192.168.77.127", "192.168.77.20", "no broadcast address"),
-    "the network": ("192.168.77.0", "192.168.77.20", "no broadcast address"),
-    "a netmask": ("255.255.255.0", "192.168.77.20", "no broadcast address"),
-    "nowhere": ("0.0.0.0", "192.168.77.20", "no broadcast address"),
+    "the server": ("192.168.77.20", "192.168.77.20", "not a broadcast address"),
+    "of a smaller network": (
+        "192.168.77.127",
+        "192.168.77.20",
+        "not a broadcast address",
+    ),
+    "the network": ("192.168.77.0", "192.168.77.20", "not a broadcast address"),
+    "a netmask": ("255.255.255.0", "192.168.77.20", "not a broadcast address"),
+    "nowhere": ("0.0.0.0", "192.168.77.20", "not a broadcast address"),
 }
 
 
@@ -307,7 +311,7 @@ def test_a_packet_that_wakes_nobody_is_found_out(home: Home) -> None:
 
 WOKE_NOBODY = {
     "elsewhere": (LIMITED, "203.0.113.9", "the server is on another network"),
-    "the server": ("192.168.77.30", "192.168.77.30", "no broadcast address"),
+    "the server": ("192.168.77.30", "192.168.77.30", "not a broadcast address"),
 }
 
 

@@ -20,7 +20,6 @@ from guests import ADDRESS, MAC, ROUTER, SSH_KEY
 from namespaces import IFF_TAP, Namespace, hosts
 
 PATIENCE = 600  # seconds: a guest shares its processor with others
-STILL_LOCKED = "or the passphrase was wrong."  # how a start's message ends then
 MAGIC = b"\xff" * 6 + bytes.fromhex(MAC.replace(":", "")) * 16
 
 
@@ -167,11 +166,11 @@ class Owner:
         self,
         passphrase: str,
         listen: Callable[[], bool] = lambda: True,
-        last: str = "never",
+        until: str = "never",
     ) -> Any:
         """Start with one request; `listen` waits for the magic packet.
 
-        Returns the start when it ends, or when its message ends with `last`.
+        Returns the start when it ends, or when it has the outcome `until`.
         """
         begun = self.call("POST", "/api/start", {"passphrase": passphrase})
         assert begun.status == 200
@@ -180,7 +179,7 @@ class Owner:
         def has_ended(status: Any) -> bool:
             start = status["start"]
             ended = start["phase"] in ("done", "failed")
-            return ended or start["message"].endswith(last)
+            return ended or start["outcome"] == until
 
         return wait_for(self.status, has_ended, PATIENCE)["start"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from bare import BARE, FIRST
-from computer import PATIENCE, STILL_LOCKED
+from computer import PATIENCE
 from conftest import CHECKOUT, need, wait_for
 from guests import ADDRESS, ROUTER
 from trial import CONFIG, KNOWN, LOGIN, QUESTION, SUDO, Trial, trial_of
@@ -118,7 +118,7 @@ def test_one_command_prepares_a_server(trial: Trial) -> None:
     check_again(trial)
     assert WAKES in trial.switch_off()
     with trial.waker() as owner:
-        start = owner.start("wrong", trial.wake, STILL_LOCKED)
+        start = owner.start("wrong", trial.wake, "not_confirmed")
         assert start["outcome"] == "wrong_passphrase", start
         assert [owner.unlock("wrong")[0] for _ in range(9)] == [400] * 9
         trial.unlock(owner)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from computer import STILL_LOCKED, Computer, Owner, computer_of, waker_on
+from computer import Computer, Owner, computer_of, waker_on
 from conftest import CHECKOUT, PASSPHRASE
 from guests import GUESTS, OTHER, Guest, ready
 
@@ -21,9 +21,9 @@ SILENT = "Not confirmed: the passphrase was sent, but the initrd did not confirm
 NOT_CONFIRMED = 500, f"{SILENT}; watch GET /api/status"
 # Depends on what waker sees first.
 NOTHING_TO_DO = {
-    f"all disks seem to be open already. {UNSENT}",
-    f"the system is up. {UNSENT}",
-    f"no disk asked; try again in a few seconds. {UNSENT}",
+    f"All disks seem to be open already. {UNSENT}",
+    f"The system is up. {UNSENT}",
+    f"no disk is asking; try again in a few seconds. {UNSENT}",
 }
 
 Machine = tuple[Computer, Owner]
@@ -66,9 +66,9 @@ def test_one_request_starts_a_machine(
 ) -> None:
     computer, owner = machine
     name, disks = guest.name, ", ".join(guest.disks)
-    ends = {f"Unlocked: {disks}. The system is up."}
+    ends = {f"The system is up. Unlocked: {disks}."}
     if name == "dracut":  # systemd tries the first disk's passphrase by itself
-        ends.add("Unlocked: cryptroot. The system is up.")
+        ends.add("The system is up. Unlocked: cryptroot.")
     wrong = {"wrong_passphrase"}
     if name == "slow":  # the initrd may stop waiting, or end before it confirms
         wrong.add("not_confirmed")
@@ -76,7 +76,7 @@ def test_one_request_starts_a_machine(
     for _ in range(pytestconfig.getoption("--cycles")):
         computer.router.run(owner.client.log_in)  # a token ends after 15 minutes
         owner.wait_for("off")
-        start = owner.start("wrong", computer.listen, STILL_LOCKED)
+        start = owner.start("wrong", computer.listen, "not_confirmed")
         assert start["outcome"] in wrong, start
         if name == "dracut":  # waker's key opens no shell
             said = computer.ssh("echo shell", port=guest.port).stdout
@@ -90,7 +90,7 @@ def test_one_request_starts_a_machine(
         assert name != "slow" or start["seconds"] > 10
         computer.wait_for("guest login:")
         status, message = owner.unlock(PASSPHRASE)
-        assert (status, message) == (200, f"the system is up. {UNSENT}")
+        assert (status, message) == (200, f"The system is up. {UNSENT}")
         computer.cut_power()
 
 
@@ -128,7 +128,7 @@ def test_only_the_disk_that_asks_gets_the_passphrase(
     ):
         computer.run(command, port=guest.port)
     start = owner.start(PASSPHRASE)
-    assert start["message"] == "Unlocked: cryptroot. The system is up."
+    assert start["message"] == "The system is up. Unlocked: cryptroot."
     assert computer.run("cat /run/pin") == ""
 
     # In the booted system, dracut's module knows which lines of crypttab are needed.

@@ -122,7 +122,7 @@ class Trial:
     def unlock(self, owner: Owner) -> None:
         """Wake it with waker if it is off, and unlock it."""
         start = owner.start(PASSPHRASE, self.wake)
-        assert start["message"] == f"Unlocked: {DISK}. The system is up.", start
+        assert start["message"] == f"The system is up. Unlocked: {DISK}.", start
         self.wait_for_shell()
         self.took("up by waker")
 

@@ -21,5 +21,5 @@ def test_a_server_with_debian_unstable_and_dracut_is_unlocked(tmp_path: Path) ->
         assert start["outcome"] == "wrong_passphrase", start
         assert [owner.unlock("wrong")[0] for _ in range(3)] == [400] * 3
         start = owner.start(PASSPHRASE)
-        assert start["message"] == "Unlocked: cryptroot. The system is up.", start
+        assert start["message"] == "The system is up. Unlocked: cryptroot.", start
         computer.wait_for("guest login:")
