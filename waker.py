@@ -154,16 +154,14 @@ def parse_host_keys(text: str) -> tuple[HostKey, ...]:
     return tuple(keys)
 
 
-def plain_address(text: str) -> str:
+def plain_address(
+    text: str, parse: Callable[[str], object] = ipaddress.ip_address
+) -> str:
     """Parse an IP address; turn an IPv4-mapped one into IPv4."""
-    address = ipaddress.ip_address(text)
+    address = parse(text)
     if "%" in text:  # a scope ID such as %eth0 may be arbitrary text
         raise ValueError
     return str(getattr(address, "ipv4_mapped", None) or address)
-
-
-def plain_ipv4(text: str) -> str:
-    return str(ipaddress.IPv4Address(text))
 
 
 # The unit has systemd pass a single newline for a missing file.
@@ -337,7 +335,7 @@ def describe_bug(error: BaseException) -> str:
 
 PROBE_SECONDS: Final = 0.4  # for each port to answer: a LAN takes milliseconds
 SYSTEM_SECONDS: Final = 8  # between probes of the system's port
-OPEN_SECONDS: Final = 10  # after it was open, a port that misses one probe still is
+OPEN_SECONDS: Final = 11  # after which one missed probe is news: the page polls in 10
 LIMIT_SECONDS: Final = 30  # in which `ufw limit` refuses the sixth connection
 MAX_ANSWERS: Final = 4  # connections in that time; the owner's own SSH needs one more
 LIMITED: Final = "255.255.255.255"  # has no route, and crosses no router
@@ -360,7 +358,10 @@ def find_packet_problem(config: Config) -> str:
     """Return why the magic packet reaches no sleeping machine, or an empty string."""
     is_limited = config.broadcast == LIMITED
     try:
-        find_source_address(config, to_neighbour=True)
+        if find_source_address(config, to_neighbour=True) != find_source_address(
+            config
+        ):
+            raise OSError  # the packet itself would take another way
         is_wrong = not is_limited  # it is the address of one device
     except PermissionError:  # it is a broadcast address of a network of this box
         is_wrong = False
@@ -372,8 +373,7 @@ def find_packet_problem(config: Config) -> str:
 
 
 def wake(config: Config) -> str:
-    """Send the magic packet and return a success message. Raises: OSError."""
-    # Source: AMD publication 20213, Magic Packet Technology
+    """Send the magic packet (AMD 20213); return a success message. Raises: OSError."""
     packet = b"\xff" * 6 + config.mac * 16
     source = find_source_address(config)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
@@ -483,15 +483,23 @@ class Watcher:
         self._system_due = -math.inf  # and the next of the system's port
         self._system_opens = deque([-math.inf] * MAX_ANSWERS, MAX_ANSWERS)
 
-    def states(self, now: float, *, fresh: bool = False) -> PortStates:
-        """Return the states as the status shows them or, to decide by, fresh ones."""
+    def seen(self, now: float, *, fresh: bool = False) -> PortStates:
+        """Return what the ports did when they were last probed or, if fresh, do now."""
         with self._lock:
             if fresh or now >= self._due:
                 self._probe(now, fresh=fresh)
-                self._due = now + 1
-            if fresh:
-                return PortStates(self._initrd.seen, self._system.seen)
+            return PortStates(self._initrd.seen, self._system.seen)
+
+    def shown(self, now: float) -> PortStates:
+        """Return what the status shows. Wait for one probe, but not for several."""
+        is_free = self._lock.acquire(timeout=2 * PROBE_SECONDS)
+        try:
+            if is_free and now >= self._due:
+                self._probe(now, fresh=False)
             return PortStates(self._initrd.shown, self._system.shown)
+        finally:
+            if is_free:
+                self._lock.release()
 
     def _probe(self, now: float, *, fresh: bool) -> None:
         """Probe the initrd's port and, if it is due, the system's."""
@@ -502,6 +510,7 @@ class Watcher:
             self._initrd.update(probe_port(host, self.config.initrd_port)[0], now)
             if self._initrd.shown is not before:  # the system may be coming, or going
                 self._system_due = now
+        self._due = now + 1
         due = max(self._system_due, self._system_opens[0] + LIMIT_SECONDS)
         if now < due and not fresh:
             return
@@ -510,19 +519,18 @@ class Watcher:
             self._initrd.update(initrd, now)
         else:
             system, _ = probe_port(host, system_port)
+        fell_silent = (self._system.seen, system) == (PortState.OPEN, PortState.SILENT)
         self._system.update(system, now)
         if system is PortState.OPEN:
             self._system_opens.append(now)
-        hides_silence = system is not self._system.shown
         is_awaited = is_shared and system is not PortState.OPEN
-        self._system_due = now + (1 if hides_silence or is_awaited else SYSTEM_SECONDS)
+        self._system_due = now + (1 if fell_silent or is_awaited else SYSTEM_SECONDS)
 
 
 # ---- Unlocking -----------------------------------------------------------------------
-# `waker.py unlock` unlocks one machine once and exits, which frees its memory. Until it
-# is about to send the passphrase, SIGTERM ends it; after that, only the verdict or its
-# deadline does. Even a verified server may lie: trust as little of its output as
-# possible, and report only disk names and the words of our own script.
+# `waker.py unlock` unlocks one machine once and exits, which frees its memory. SIGTERM
+# ends it until it is about to send; then, only the verdict or its deadline does. Even a
+# verified server may lie: report only disk names and the words of our own script.
 
 CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
 BANNER_SECONDS: Final = 10  # for the first line, which an SSH server sends at once
@@ -689,7 +697,7 @@ def wait_for_prompt(
     for said, name in read_lines(channel, until):
         if said is InitrdSays.ASKS:
             # Did somebody answer at the server? Is a key exchange in the way?
-            has_ended = channel.status_event.wait(STILL_SECONDS)
+            has_ended = channel.status_event.wait(STILL_SECONDS) or channel.eof_received
             if has_ended or not transport.clear_to_send.is_set():
                 raise UnlockError(*NO_PROMPT)
             return channel, name
@@ -793,8 +801,7 @@ def find_problem(config: Config) -> str:
 
 # ---- Configuration -------------------------------------------------------------------
 # One table drives parsing and --help. All mistakes are reported at once, each with the
-# valid form but without the value, which may be a misplaced secret. An unknown WAKER_
-# name is a mistake: a typo must not weaken anything silently.
+# valid form but without the value, which may be a misplaced secret.
 
 ENV_FILE: Final = "/etc/waker/waker.env"
 
@@ -836,6 +843,7 @@ def parse_addresses(text: str) -> frozenset[str]:
 
 # Field of Config, default, parser, valid form. An empty value counts as not set.
 Setting = tuple[str, str, Callable[[str], object], str]
+PARSE_IPV4: Final = functools.partial(plain_address, parse=ipaddress.IPv4Address)
 PARSE_USER: Final = functools.partial(match_whole, "[!-~]{1,64}")
 PARSE_NAME: Final = functools.partial(
     match_whole, r"[^\0-\x1f\x7f-\x9f\ud800-\udfff]{0,64}"
@@ -848,7 +856,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
     "WAKER_SSH_KEY": ("key", "ssh_key", parse_path, "the SSH key's path, without ~"),
     "WAKER_SSH_HOST_KEY": ("host_key", "", parse_host_keys, "whole lines, with commas"),
     "WAKER_HOMELAB_MAC": ("mac", "", parse_mac, "a MAC address: 52:54:00:12:34:56"),
-    "WAKER_HOMELAB_BROADCAST": ("broadcast", LIMITED, plain_ipv4, "an IPv4 address"),
+    "WAKER_HOMELAB_BROADCAST": ("broadcast", LIMITED, PARSE_IPV4, "an IPv4 address"),
     "WAKER_HOMELAB_NAME": ("name", "", PARSE_NAME, "a name of at most 64 characters"),
     "WAKER_PIN": ("pin", "", Pin, "8 to 128 characters, without a space at either end"),
     "WAKER_LISTEN": ("listen", "[::]:8080", parse_listen, "written as 0.0.0.0:8080"),
@@ -918,7 +926,6 @@ def read_config(
     config = Config(**parsed)
     if config.broadcast == LIMITED and ":" in config.host:
         mistakes.append("WAKER_HOMELAB_BROADCAST must be set for an IPv6 address")
-    # Without a host key, waker only wakes.
     if (
         config.host_key
         and "key" in parsed
@@ -1082,7 +1089,7 @@ class Start:
         while True:
             now = time.monotonic()
             is_first_or_last = packet_due == -math.inf or now > deadline
-            ports = self._watcher.states(now, fresh=is_first_or_last)
+            ports = self._watcher.seen(now, fresh=is_first_or_last)
             if ports.system is PortState.OPEN:
                 return make_result(Outcome.UP)
             if ports.initrd is PortState.OPEN:
@@ -1114,23 +1121,24 @@ class Start:
             if result.outcome is not Outcome.NOT_ASKED:
                 return result
             now = time.monotonic()
-            if now + (now - tried) > give_up:  # another try may take as long
-                if result != make_result(*NO_PROMPT):  # the connection failed
-                    return result
-                return make_result(Outcome.NOT_ASKED, NEVER_ASKS)
-            self._show(Phase.UNLOCKING, "The initrd was not ready; trying again")
+            is_over = now + (now - tried) > give_up  # another try may take as long
+            self._show(Phase.UNLOCKING, "The initrd was not ready; looking again")
             if self.cancelled.wait(RETRY_SECONDS):
                 return make_result(Outcome.CANCELLED)
-            ports = self._watcher.states(time.monotonic(), fresh=True)
+            ports = self._watcher.seen(time.monotonic(), fresh=True)
             if ports.initrd is not PortState.OPEN or ports.system is PortState.OPEN:
                 return None
+            if is_over and result != make_result(*NO_PROMPT):  # the connection failed
+                return result
+            if is_over:
+                return make_result(Outcome.NOT_ASKED, NEVER_ASKS)
 
     def _watch(self, result: Result) -> None:
         """Wait until the system's port opens, or time is up."""
         deadline = time.monotonic() + START_SECONDS
         while not self.cancelled.wait(1):  # second
             now = time.monotonic()
-            ports = self._watcher.states(now, fresh=now > deadline)
+            ports = self._watcher.seen(now, fresh=now > deadline)
             if ports.system is PortState.OPEN:
                 up = f"The system is up. {result.message}"
                 self._show(Phase.DONE, up, Outcome.UP)
@@ -1149,7 +1157,7 @@ class Start:
             while not result:  # the initrd has come up, or gone away again
                 result = self._wait_for_initrd(deadline) or self._unlock_when_ready()
             if result.outcome is Outcome.HOST_KEY_DIFFERS:  # the system has its own
-                ports = self._watcher.states(time.monotonic(), fresh=True)
+                ports = self._watcher.seen(time.monotonic(), fresh=True)
                 if ports.system is PortState.OPEN:
                     result = make_result(Outcome.UP)
             self._finish_unlock(result)
@@ -1165,11 +1173,7 @@ class Start:
                 self._finish_unlock(Result(Outcome.ERROR, text, may_be_sent))
 
     def cancel(self) -> None:
-        """Send nothing from now on, and stop watching.
-
-        A process that begins later is given no passphrase. One that runs is ended by
-        SIGTERM, unless it is about to send: from then on, it ignores that.
-        """
+        """Stop watching, and send nothing. What is about to send ignores SIGTERM."""
         self.cancelled.set()
         if self._child:
             self._child.terminate()
@@ -1267,8 +1271,7 @@ class Starter:
 
 
 # ---- Tokens and attempts -------------------------------------------------------------
-# Memory is bounded. Each client has its own limit of attempts. An attacker could use a
-# shared one to lock the owner out.
+# Memory is bounded. Each client has its own limit, or one could lock the owner out.
 
 TOKEN_SECONDS: Final = 900  # fixed by the interface
 MAX_TOKENS: Final = 64  # at a time, for a household and its scripts
@@ -1436,7 +1439,7 @@ def succeed(request: Request, message: str) -> Response:
 
 
 def status_members(app: App, now: float) -> dict[str, object]:
-    ports = app.watcher.states(now)
+    ports = app.watcher.shown(now)
     start = app.starter.report(now, ports)
     return {"name": app.config.name, **ports.members(), **start}
 
@@ -1476,7 +1479,7 @@ def post_wol(app: App, request: Request) -> Response:
 def post_unlock(app: App, request: Request) -> Response:
     passphrase = parse_body(request, "passphrase", Passphrase)
     result = make_result(Outcome.UP)
-    if app.watcher.states(request.now, fresh=True).system is not PortState.OPEN:
+    if app.watcher.seen(request.now, fresh=True).system is not PortState.OPEN:
         start = app.starter.begin(passphrase, waits=False)
         start.unlock_ended.wait()
         result = start.result
@@ -1559,8 +1562,7 @@ def respond(app: App, received: Request | HttpError, peer: str) -> Response:
 # ---- HTTP ----------------------------------------------------------------------------
 # http.server accepts connections; the grammar is ours, because its own reads a bare CR
 # as a new field. Refuse ambiguous requests, which could be smuggled past a proxy. All
-# patterns run in linear time. A connection has a thread, one request and a deadline. If
-# there are too many, some are dropped. Sources: RFC 9110, 9112.
+# patterns run in linear time. Sources: RFC 9110, 9112.
 
 MAX_HEAD: Final = 16384  # bytes, with the empty line
 MAX_FIELDS: Final = 100  # a browser sends 20; thousands of tiny ones cost CPU
@@ -1786,8 +1788,7 @@ class Server(ThreadingHTTPServer):
 
 MAX_MEMORY: Final = 64 << 20  # bytes of data; twice what an unlock or check needs
 Check = Callable[[Config, Path | None], int]  # of the settings and their file
-Commands = dict[str, str]  # what they are for, by name
-COMMANDS: Final[Commands] = {
+COMMANDS: Final = {
     "serve": "run the web page; the default",
     "unlock": "unlock once, with a passphrase from standard input",
     "state": "print the server's state as JSON",
@@ -1842,7 +1843,6 @@ def print_unlock(config: Config, seconds: int) -> int:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # or a cancel has no effect
             signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the daemon blocks them
             signal.alarm(seconds)  # ends the process even if something hangs
-            # The last verdict comes by then, which leaves time to report it.
             deadline = time.monotonic() + seconds - REPORT_SECONDS
             result = unlock(config, passphrase, deadline)
         members = result._asdict() | {"outcome": result.outcome.word}
@@ -1855,7 +1855,7 @@ def print_unlock(config: Config, seconds: int) -> int:
     return int(result.outcome.status != 200)
 
 
-def parse_arguments(argv: Sequence[str], commands: Commands) -> argparse.Namespace:
+def parse_argv(argv: Sequence[str], commands: dict[str, str]) -> argparse.Namespace:
     lines = [f"  {name:25}{purpose}" for name, purpose in commands.items()]
     lines += ["", f"settings, from the environment and FILE, or else from {ENV_FILE}:"]
     for name, (_, default, _, form) in SETTINGS.items():
@@ -1886,7 +1886,7 @@ def run_command(parsed: argparse.Namespace, check: Check | None) -> int:
     values = (read_env_file(file) if file else {}) | ours
     if parsed.command == "state":
         config = read_config(values, folder, PORTS)
-        ports = Watcher(config).states(time.monotonic(), fresh=True)
+        ports = Watcher(config).seen(time.monotonic(), fresh=True)
         print(json.dumps(ports.members()))
         return 0
     if parsed.command == "unlock":
@@ -1904,10 +1904,10 @@ def run_command(parsed: argparse.Namespace, check: Check | None) -> int:
 
 
 def main(
-    argv: Sequence[str], commands: Commands = COMMANDS, check: Check | None = None
+    argv: Sequence[str], commands: dict[str, str] = COMMANDS, check: Check | None = None
 ) -> int:
     """Run a command, and return the exit status. box/ has `check`, to run instead."""
-    parsed = parse_arguments(argv, commands)
+    parsed = parse_argv(argv, commands)
     loads_paramiko = check or parsed.command == "unlock"
     # Open descriptors 0 to 2 if they are closed: 2 is the log, and must be no client.
     spare = os.open(os.devnull, os.O_RDWR)

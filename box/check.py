@@ -74,38 +74,60 @@ def is_permanent(address: str) -> bool:
     return bool(found and int(found[1], 16) & ATF_PERM)
 
 
+def is_on_link(config: Config) -> bool:
+    """Return whether the packet's destination is on a network of this box."""
+    source = waker.find_source_address
+    try:
+        return source(config, to_neighbour=True) == source(config)
+    except PermissionError:  # it is a broadcast address there
+        return True
+    except OSError:
+        return False
+
+
+def find_source_of_host(config: Config) -> str:
+    """Return our address toward the server, or "" if it is unknown or an IPv6 one."""
+    with contextlib.suppress(OSError):
+        return waker.find_source_address(config._replace(broadcast=waker.LIMITED))
+    return ""
+
+
+def judge_packet(config: Config, source: str) -> tuple[str, str]:
+    """Return what may keep a packet from this address from waking the server."""
+    is_limited = config.broadcast == waker.LIMITED
+    name = find_interface(source)
+    flags = read_interface(name, "flags", IFF_BROADCAST)
+    if not flags & (IFF_BROADCAST | IFF_LOOPBACK):
+        if is_limited:
+            return f"{name} cannot broadcast (a VPN?). Correct the route", WRONG
+        return f"what it does there depends on the other end of {name}", HINT
+    problem = waker.find_packet_problem(config)
+    if problem and is_limited:
+        fix = "Put this box into the server's network, or correct its netmask"
+        return f"{problem}. {fix}", WRONG
+    if problem and is_permanent(config.broadcast):
+        return f"{problem}, but a permanent ARP entry leads there", LOOK
+    if problem:
+        return f"{problem}. Delete WAKER_HOMELAB_BROADCAST, or correct it", WRONG
+    if not is_on_link(config):
+        return "it goes to another network, and most routers stop broadcasts", HINT
+    reached = find_source_of_host(config)
+    if reached not in ("", source):
+        return f"the server is reached from {reached}, though", LOOK
+    if not read_interface(name, "carrier", 1):
+        return f"{name} has no link. Is its cable plugged in?", LOOK
+    return "", OK
+
+
 def check_packet(config: Config) -> tuple[str, str]:
     """Return where the magic packet leaves and what is wrong there, and a verdict."""
     try:
         source = waker.find_source_address(config)
     except OSError as error:
         return f"{error.strerror}; connect this box to the server's network", WRONG
+    problem, verdict = judge_packet(config, source)
     route = f"would leave from {source} to {config.broadcast}"
-    is_limited = config.broadcast == waker.LIMITED
-    name = find_interface(source)
-    flags = read_interface(name, "flags", IFF_BROADCAST)
-    if is_limited and not flags & (IFF_BROADCAST | IFF_LOOPBACK):
-        problem = f"{name} cannot broadcast (a VPN?). Correct the route to the server"
-        return f"{route}; {problem}", WRONG
-    problem = waker.find_packet_problem(config)
-    if problem and is_limited:
-        fix = "Put this box into the server's network, or correct its netmask"
-        return f"{route}; {problem}. {fix}", WRONG
-    if problem and is_permanent(config.broadcast):
-        return f"{route}; {problem}, but a permanent ARP entry leads there", LOOK
-    if problem:
-        fix = "Delete WAKER_HOMELAB_BROADCAST, or correct it"
-        return f"{route}; {problem}. {fix}", WRONG
-    if not read_interface(name, "carrier", 1):
-        return f"{route}; {name} has no link. Is its cable plugged in?", LOOK
-    try:
-        waker.find_source_address(config, to_neighbour=True)
-    except PermissionError:  # a broadcast address of this network
-        return route, OK
-    except OSError:
-        problem = "it goes to another network, and most routers stop broadcasts"
-        return f"{route}; {problem}", HINT
-    return route, OK
+    return (f"{route}; {problem}" if problem else route), verdict
 
 
 def check_box(config: Config, file: Path | None) -> Iterator[Finding]:
@@ -173,7 +195,7 @@ def check_unlocking(config: Config) -> Iterator[Finding]:
         key = waker.load_key(config.key)
         yield subject, f"{key.get_name()} {waker.fingerprint(key.asbytes())}", OK
         subject = "host key"
-        ports = waker.Watcher(config).states(time.monotonic(), fresh=True)
+        ports = waker.Watcher(config).seen(time.monotonic(), fresh=True)
         if ports.initrd is not PortState.OPEN or ports.system is PortState.OPEN:
             seen, verdict = "not seen", HINT
             if not config.host_key:

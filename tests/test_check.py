@@ -148,6 +148,7 @@ def test_a_broken_paramiko_is_wrong_and_the_systems_tool_mends_it(
 
 # ---- Networks ------------------------------------------------------------------------
 
+FAR = "192.168.88.9"
 NEAR, SILENT, LIMITED = "192.168.77.20", "192.168.77.30", "255.255.255.255"
 KNOWN, FIXED = "192.168.77.40", "192.168.77.50"  # of which the ARP table has entries
 
@@ -173,6 +174,9 @@ def test_the_packets_route_is_shown_and_nothing_is_sent(
         provider.capture() as at_provider,
     ):
         ip(f"-n {router.name} address add 10.9.0.2/24 dev tun0")
+        # Behind the server is another network. All others are behind the tunnel.
+        ip(f"-n {router.name} route add 192.168.88.0/24 via {NEAR}")
+        ip(f"-n {router.name} route add 192.168.0.0/16 dev tun0")
         for address, kind in ((FIXED, "permanent"), (KNOWN, "reachable")):
             entry = f"{address} lladdr 02:00:00:00:00:01 dev lan nud {kind}"
             ip(f"-n {router.name} neighbour add {entry}")
@@ -185,7 +189,10 @@ def test_the_packets_route_is_shown_and_nothing_is_sent(
             (machine, "203.0.113.9", LIMITED, "WRONG", "unreachable; connect this box"),
             (router, "10.8.0.9", LIMITED, "WRONG", "10.8.0.2 .*tun0 cannot broadcast"),
             (router, "10.9.0.9", LIMITED, "WRONG", "10.9.0.2 .*tun0 .*the route"),
-            (router, "10.8.0.9", "10.8.0.255", "ok", "from 10.8.0.2 "),
+            (router, "10.8.0.9", "10.8.0.255", "-", "the other end of tun0"),
+            (router, SILENT, "127.255.255.255", "LOOK", "reached from 192.168.77.1"),
+            (router, FAR, LIMITED, "WRONG", "on another network"),
+            (router, FAR, "192.168.88.255", "-", "another network"),
         ):
             table = run_at(box, tmp_path, HOST=host, BROADCAST=broadcast)
             (line,) = re.findall("(?m)^.* magic packet .*", table)

@@ -173,7 +173,7 @@ def test_a_machine_that_resets_has_its_time_to_ask_again(machine: Machine) -> No
         machine.show(SILENT, SILENT)
         time.sleep(seconds)
         machine.ask(f"[ -e early ] || {{ echo >early; {EARLY}; }}; disk root")
-        start = wait_until_shown(client, lambda now: "trying again" in now["message"])
+        start = wait_until_shown(client, lambda now: "looking again" in now["message"])
         assert (start["phase"], start["outcome"]) == ("unlocking", None)
         assert "sent" not in start["message"]
         assert wait_until(client, "booting")["outcome"] == "unlocked"
@@ -216,6 +216,18 @@ def test_a_system_that_has_just_come_up_needs_nothing(
             assert wait_until(client, "done")["woke"] is False
             assert client.status()["usual_seconds"] is None
     assert machine.packets() == []
+
+
+def test_a_system_that_came_up_meanwhile_is_not_given_up(machine: Machine) -> None:
+    """Somebody has typed the passphrase at the server, and so nothing asks."""
+    machine.ask(f"{SOON}; {EARLY}")
+    with contextlib.ExitStack() as stack, machine.starting(READY_SECONDS=1) as client:
+        wait_for(machine.commands)
+        opens(stack, machine)
+        time.sleep(1)
+        machine.touch("go")
+        start = wait_until(client, "done")
+    assert (start["outcome"], start["sent"]) == ("up", False)
 
 
 @pytest.mark.parametrize("phase", ["waking", "booting"])
@@ -397,7 +409,7 @@ class Scripted(waker.Watcher):
     found: list[waker.PortStates]
     error: Any = None
 
-    def states(self, now: float, *, fresh: bool = False) -> waker.PortStates:
+    def seen(self, now: float, *, fresh: bool = False) -> waker.PortStates:
         if self.error:
             raise self.error
         return self.found.pop(0)

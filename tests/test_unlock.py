@@ -498,6 +498,7 @@ def exchanges_keys(channel: paramiko.Channel) -> None:
 
 
 HANGS_UP = ASKS, reads, OPENED, lambda channel: channel.get_transport().close()
+SLEEPS = lambda _: time.sleep(1)  # noqa: E731
 BEGUN = lambda _: time.sleep(1)  # noqa: E731 - until the client knows that it has
 # The server leaves no room for the passphrase, and then reports success.
 OPENS_BY_ITSELF = ASKS, BEGUN, OPENED
@@ -507,6 +508,10 @@ ATTACKS = {
     "no channel": (Liar(opens=SHORTAGE), "not_asked: no disk"),
     # As when somebody has just answered at the server.
     "asks and ends": (Liar(steps=[ASKS]), NO_PROMPT),
+    "asks and stops": (
+        Liar(steps=[ASKS, lambda c: c.shutdown_write(), SLEEPS]),
+        NO_PROMPT,
+    ),
     "asks and hangs": (Liar(steps=[BEGUN, ASKS, exchanges_keys]), NO_PROMPT),
     "no window": (Liar(steps=OPENS_BY_ITSELF, window=0), "not_confirmed: "),
     "hangs up": (Liar(steps=HANGS_UP), "unlocked"),

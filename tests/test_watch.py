@@ -201,13 +201,23 @@ LOST: dict[str, Looks] = {
         (17, CLOSED, SILENT, "up"),
         (18, CLOSED, SILENT, "booting"),
     ),
+    "while the page polls in 10 s": (
+        (0, CLOSED, OPEN, "up"),
+        (10.5, CLOSED, SILENT, "up"),
+        (21, CLOSED, OPEN, "up"),
+    ),
+    "after a long time": (
+        (0, CLOSED, OPEN, "up"),
+        (20, CLOSED, SILENT, "booting"),
+        (21, CLOSED, OPEN, "up"),
+    ),
     "switched off": (
         (0, CLOSED, OPEN, "up"),
         (1, SILENT, SILENT, "up"),
         (2, SILENT, SILENT, "off"),
     ),
     "refused": ((0, OPEN, CLOSED, "locked"), (1, CLOSED, CLOSED, "booting")),
-    "long ago": ((0, OPEN, SILENT, "locked"), (10, SILENT, SILENT, "off")),
+    "long ago": ((0, OPEN, SILENT, "locked"), (11, SILENT, SILENT, "off")),
 }
 
 
@@ -217,11 +227,21 @@ def test_one_lost_packet_is_no_news(machine: Machine, looks: Looks) -> None:
     watcher = waker.Watcher(machine.config(machine.settings(PIN=PIN)))
     for now, initrd, system, state in looks:
         machine.show(initrd, system)
-        assert watcher.states(now).members()["state"] == state
+        assert watcher.shown(now).members()["state"] == state
+        assert watcher.seen(now).initrd.value == initrd
     for ports in ((OPEN, OPEN), (SILENT, SILENT)):
         machine.show(*ports)
-        states = watcher.states(now, fresh=True)
+        states = watcher.seen(now, fresh=True)
         assert tuple(each.value for each in states) == ports
+
+
+def test_the_status_does_not_wait_for_several_decisions(machine: Machine) -> None:
+    """Each of five unlocks takes 0.8 s to see that nothing answers."""
+    watcher = waker.Watcher(machine.config(machine.settings(PIN=PIN)))
+    with ThreadPoolExecutor(5) as pool:
+        looks = [pool.submit(watcher.seen, 0, fresh=True) for _ in range(5)]
+        watcher.shown(0)
+        assert not all(look.done() for look in looks)
 
 
 def test_the_owner_can_log_in_through_a_firewall_that_counts(machine: Machine) -> None:
@@ -233,9 +253,9 @@ def test_the_owner_can_log_in_through_a_firewall_that_counts(machine: Machine) -
     with socket.create_server(address, backlog=99) as system:
         for now in range(60):
             machine.show(OPEN if now % 2 else CLOSED, CLOSED)  # it is news each time
-            watcher.states(now)
+            watcher.shown(now)
             counts.append(count_connections(system))
-        watcher.states(now, fresh=True)
+        watcher.seen(now, fresh=True)
         assert count_connections(system) == 1
     assert [now for now in range(60) if counts[now]] == [0, 1, 2, 3, 30, 31, 32, 33]
 
