@@ -335,7 +335,7 @@ def describe_bug(error: BaseException) -> str:
 
 PROBE_SECONDS: Final = 0.4  # for each port to answer: a LAN takes milliseconds
 SYSTEM_SECONDS: Final = 8  # between probes of the system's port
-OPEN_SECONDS: Final = 11  # after which one missed probe is news: the page polls in 10
+OPEN_SECONDS: Final = 11  # for an open port to survive a silence; the page polls in 10
 LIMIT_SECONDS: Final = 30  # in which `ufw limit` refuses the sixth connection
 MAX_ANSWERS: Final = 4  # connections in that time; the owner's own SSH needs one more
 LIMITED: Final = "255.255.255.255"  # has no route, and crosses no router
@@ -541,7 +541,7 @@ NEXT_PROMPT_SECONDS: Final = 15  # for the next disk
 STILL_SECONDS: Final = 0.2  # in which a command ends that was answered elsewhere
 END_SECONDS: Final = 3  # for a command to end after its verdict
 UNLOCK_SECONDS: Final = 90  # for all that; a slow machine derives keys slowly
-REPORT_SECONDS: Final = 5  # of these, for the result; and more, before it is killed
+REPORT_SECONDS: Final = 5  # of these, to report; after as many more, it is killed
 MAX_LINE: Final = 65536  # bytes of output; no initrd writes a longer line
 MAX_DISKS: Final = 16  # disks to answer; a lying server could keep asking
 SENT_REPORT: Final = b'{"sent": true}'  # printed before the passphrase is sent
@@ -550,7 +550,7 @@ ANY_ERROR: Final = Exception  # paramiko re-raises whatever ended its thread
 
 
 def open_transport(config: Config, until: float) -> "Transport":
-    """Connect until then (monotonic s); no SHA-1, MD5, CBC. Raises: UnlockError."""
+    """Connect by `until`, in monotonic seconds, securely. Raises: UnlockError."""
     try:
         import paramiko
 
@@ -558,7 +558,7 @@ def open_transport(config: Config, until: float) -> "Transport":
     except (ImportError, AttributeError):  # a newer cryptography has removed something
         raise UnlockError(Outcome.ERROR, NO_PARAMIKO) from None
     try:
-        left = max(until - time.monotonic(), 0.1)  # s, though importing was slow
+        left = max(until - time.monotonic(), 0.1)  # importing may have been slow
         tcp = open_tcp(config.host, config.initrd_port, min(left, CONNECT_SECONDS))
     except OSError as error:
         detail = f"port {config.initrd_port} of {config.host} cannot be reached"
@@ -577,7 +577,7 @@ def open_transport(config: Config, until: float) -> "Transport":
     watchdog = threading.Timer(until - time.monotonic(), transport.packetizer.close)
     watchdog.daemon = True
     watchdog.start()
-    options = transport.get_security_options()
+    options = transport.get_security_options()  # no SHA-1, MD5, CBC
     options.kex = [name for name in options.kex if "sha1" not in name]
     options.digests = [name for name in options.digests if "sha2" in name]
     options.ciphers = [name for name in options.ciphers if re.search("ctr|gcm", name)]
@@ -660,7 +660,7 @@ def log_in(transport: "Transport", config: Config) -> None:
 
 
 def read_lines(channel: "Channel", until: float) -> Iterator[tuple[InitrdSays, str]]:
-    """Yield what the command says, and which disk or error it names, until then."""
+    """Yield what the command says, and the disk or error in it, by `until`."""
     rest = b""  # a line that is not complete yet
     data = b"x"
     while data:
