@@ -337,7 +337,7 @@ TOLD: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "up after a start": (("up", "done", "up", 0, 38, 42, 62, 62), "up", "Started in"),
     "not confirmed": (("locked", "booting", "not_confirmed"), "doubtful", "was wrong"),
     "key refused": (("locked", "failed", "key_refused"), "locked", "refused"),
-    "nothing asks": (("booting", "failed", "not_asked"), "booting", "From waker."),
+    "nothing asks": (("booting", "failed", "not_asked"), "booting", "From waker"),
     "not awake": (("off", "failed", "not_awake"), "off", "From waker"),
     "not up": (("off", "failed", "not_up"), "silent", "check its screen"),
     "given up": (("locked", "failed", "gave_up"), "stuck", "must restart it"),
