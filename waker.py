@@ -154,11 +154,9 @@ def parse_host_keys(text: str) -> tuple[HostKey, ...]:
     return tuple(keys)
 
 
-def plain_address(
-    text: str, parse: Callable[[str], object] = ipaddress.ip_address
-) -> str:
+def plain_address(text: str) -> str:
     """Parse an IP address; turn an IPv4-mapped one into IPv4."""
-    address = parse(text)
+    address = ipaddress.ip_address(text)
     if "%" in text:  # a scope ID such as %eth0 may be arbitrary text
         raise ValueError
     return str(getattr(address, "ipv4_mapped", None) or address)
@@ -286,8 +284,7 @@ class InitrdSays(enum.Enum):
 
 Ending = tuple[Outcome, str]  # with words that follow the outcome's sentence
 NO_PROMPT: Final = Outcome.NOT_ASKED, "no disk is asking; try again in a few seconds"
-# What ends an unlock that has sent nothing. Ignore other lines: they may be about a
-# passphrase that was typed at the server.
+# What ends an unlock that has sent nothing. Others may be about what was typed there.
 UNSENT_ENDINGS: Final[Mapping[InitrdSays, Ending]] = {
     InitrdSays.GAVE_UP: (Outcome.GAVE_UP, ""),
     InitrdSays.ALL_OPEN: (Outcome.ALREADY_OPEN, ""),
@@ -335,7 +332,7 @@ def describe_bug(error: BaseException) -> str:
 
 PROBE_SECONDS: Final = 0.4  # for each port to answer: a LAN takes milliseconds
 SYSTEM_SECONDS: Final = 8  # between probes of the system's port
-OPEN_SECONDS: Final = 11  # for an open port to survive a silence; the page polls in 10
+OPEN_SECONDS: Final = 10  # after it was open, for a port to survive one silence
 LIMIT_SECONDS: Final = 30  # in which `ufw limit` refuses the sixth connection
 MAX_ANSWERS: Final = 4  # connections in that time; the owner's own SSH needs one more
 LIMITED: Final = "255.255.255.255"  # has no route, and crosses no router
@@ -356,19 +353,18 @@ def find_source_address(config: Config, *, to_neighbour: bool = False) -> str:
 
 def find_packet_problem(config: Config) -> str:
     """Return why the magic packet reaches no sleeping machine, or an empty string."""
-    is_limited = config.broadcast == LIMITED
+    source = find_source_address
     try:
-        if find_source_address(config, to_neighbour=True) != find_source_address(
-            config
-        ):
-            raise OSError  # the packet itself would take another way
-        is_wrong = not is_limited  # it is the address of one device
+        is_near = source(config, to_neighbour=True) == source(config)
     except PermissionError:  # it is a broadcast address of a network of this box
-        is_wrong = False
-    except OSError:  # another network: only a netmask is surely wrong
-        if is_limited:
-            return f"the server is on another network, and {LIMITED} crosses no router"
-        is_wrong = ipaddress.ip_address(config.broadcast).is_reserved
+        return ""
+    except OSError:
+        is_near = False
+    if config.broadcast == LIMITED:
+        elsewhere = f"the server is on another network, and {LIMITED} crosses no router"
+        return "" if is_near else elsewhere
+    # Near, it is the address of one device. Elsewhere, only a netmask is surely wrong.
+    is_wrong = is_near or ipaddress.ip_address(config.broadcast).is_reserved
     return f"{config.broadcast} is not a broadcast address here" if is_wrong else ""
 
 
@@ -492,7 +488,7 @@ class Watcher:
 
     def shown(self, now: float) -> PortStates:
         """Return what the status shows. Wait for one probe, but not for several."""
-        is_free = self._lock.acquire(timeout=2 * PROBE_SECONDS)
+        is_free = self._lock.acquire(timeout=2 * PROBE_SECONDS + 0.1)
         try:
             if is_free and now >= self._due:
                 self._probe(now, fresh=False)
@@ -581,8 +577,7 @@ def open_transport(config: Config, until: float) -> "Transport":
     options.kex = [name for name in options.kex if "sha1" not in name]
     options.digests = [name for name in options.digests if "sha2" in name]
     options.ciphers = [name for name in options.ciphers if re.search("ctr|gcm", name)]
-    # Prefer the pinned key type, but accept others so that their fingerprint can be
-    # reported. RSA signs with rsa-sha2-256 or -512.
+    # Prefer pinned types. Accept others, to report their fingerprint. RSA needs SHA-2.
     kinds = (key[4 : 4 + int.from_bytes(key[:4])] for key in config.host_key)
     pinned = tuple(kind.decode().replace("ssh-rsa", "rsa-sha2") for kind in kinds)
     strong = [name for name in options.key_types if name not in ("ssh-rsa", "ssh-dss")]
@@ -828,6 +823,10 @@ def parse_path(text: str) -> Path:
     return Path(match_whole(r"(?!~)[^\x00-\x1f]+", text))
 
 
+def parse_ipv4(text: str) -> str:
+    return str(ipaddress.IPv4Address(text))
+
+
 def parse_listen(text: str) -> Address:
     """Parse ADDRESS:PORT, with an IPv6 address in brackets; port 0 is any free one."""
     found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([0-9.]+)):([0-9]{1,5})", text)
@@ -843,7 +842,6 @@ def parse_addresses(text: str) -> frozenset[str]:
 
 # Field of Config, default, parser, valid form. An empty value counts as not set.
 Setting = tuple[str, str, Callable[[str], object], str]
-PARSE_IPV4: Final = functools.partial(plain_address, parse=ipaddress.IPv4Address)
 PARSE_USER: Final = functools.partial(match_whole, "[!-~]{1,64}")
 PARSE_NAME: Final = functools.partial(
     match_whole, r"[^\0-\x1f\x7f-\x9f\ud800-\udfff]{0,64}"
@@ -856,7 +854,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
     "WAKER_SSH_KEY": ("key", "ssh_key", parse_path, "the SSH key's path, without ~"),
     "WAKER_SSH_HOST_KEY": ("host_key", "", parse_host_keys, "whole lines, with commas"),
     "WAKER_HOMELAB_MAC": ("mac", "", parse_mac, "a MAC address: 52:54:00:12:34:56"),
-    "WAKER_HOMELAB_BROADCAST": ("broadcast", LIMITED, PARSE_IPV4, "an IPv4 address"),
+    "WAKER_HOMELAB_BROADCAST": ("broadcast", LIMITED, parse_ipv4, "an IPv4 address"),
     "WAKER_HOMELAB_NAME": ("name", "", PARSE_NAME, "a name of at most 64 characters"),
     "WAKER_PIN": ("pin", "", Pin, "8 to 128 characters, without a space at either end"),
     "WAKER_LISTEN": ("listen", "[::]:8080", parse_listen, "written as 0.0.0.0:8080"),
@@ -978,7 +976,6 @@ class Phase(enum.Enum):
 
 
 RUNNING: Final = Phase.WAKING, Phase.UNLOCKING, Phase.BOOTING
-# After these, the system should boot.
 SHOULD_BOOT: Final = Outcome.UNLOCKED, Outcome.ALREADY_OPEN, Outcome.NOT_CONFIRMED
 PHASE_AFTER: Final = {
     Outcome.UP: Phase.DONE,
@@ -1094,6 +1091,8 @@ class Start:
                 return make_result(Outcome.UP)
             if ports.initrd is PortState.OPEN:
                 return None
+            if self.cancelled.is_set():
+                return make_result(Outcome.CANCELLED)
             if now > deadline:
                 why = explain_asleep(config, ports, "" if self.woke else failure)
                 return make_result(Outcome.NOT_AWAKE, why)
@@ -1108,8 +1107,7 @@ class Start:
             answers = "The server answers; waiting for its initrd"
             is_answering = PortState.CLOSED in ports and not failure
             self._show(Phase.WAKING, answers if is_answering else text)
-            if self.cancelled.wait(1):  # second
-                return make_result(Outcome.CANCELLED)
+            self.cancelled.wait(1)  # second
 
     def _unlock_when_ready(self) -> Result | None:
         """Unlock; try again while no disk asks. Return None if the initrd has gone."""
@@ -1126,12 +1124,13 @@ class Start:
             if self.cancelled.wait(RETRY_SECONDS):
                 return make_result(Outcome.CANCELLED)
             ports = self._watcher.seen(time.monotonic(), fresh=True)
-            if ports.initrd is not PortState.OPEN or ports.system is PortState.OPEN:
+            is_there = ports.initrd is PortState.OPEN
+            if ports.system is PortState.OPEN or not (is_there or is_over):
                 return None
-            if is_over and result != make_result(*NO_PROMPT):  # the connection failed
-                return result
             if is_over:
-                return make_result(Outcome.NOT_ASKED, NEVER_ASKS)
+                is_idle = is_there and result == make_result(*NO_PROMPT)
+                never = make_result(Outcome.NOT_ASKED, NEVER_ASKS)
+                return never if is_idle else result
 
     def _watch(self, result: Result) -> None:
         """Wait until the system's port opens, or time is up."""
@@ -1140,8 +1139,9 @@ class Start:
             now = time.monotonic()
             ports = self._watcher.seen(now, fresh=now > deadline)
             if ports.system is PortState.OPEN:
-                up = f"The system is up. {result.message}"
-                self._show(Phase.DONE, up, Outcome.UP)
+                self._show(
+                    Phase.DONE, f"The system is up. {result.message}", Outcome.UP
+                )
                 return
             if now > deadline:
                 text = f"{result.message} The system has not answered yet."

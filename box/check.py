@@ -6,6 +6,7 @@ It checks what both need, in the order of use, and sends no magic packet and no 
 import contextlib
 import errno
 import fcntl
+import ipaddress
 import os
 import re
 import shutil
@@ -97,14 +98,15 @@ def judge_packet(config: Config, source: str) -> tuple[str, str]:
     is_limited = config.broadcast == waker.LIMITED
     name = find_interface(source)
     flags = read_interface(name, "flags", IFF_BROADCAST)
-    if not flags & (IFF_BROADCAST | IFF_LOOPBACK):
-        if is_limited:
-            return f"{name} cannot broadcast (a VPN?). Correct the route", WRONG
-        return f"what it does there depends on the other end of {name}", HINT
+    is_tunnel = not flags & (IFF_BROADCAST | IFF_LOOPBACK)
+    if is_tunnel and is_limited:
+        return f"{name} cannot broadcast (a VPN?). Correct the route", WRONG
     problem = waker.find_packet_problem(config)
     if problem and is_limited:
         fix = "Put this box into the server's network, or correct its netmask"
         return f"{problem}. {fix}", WRONG
+    if is_tunnel and not ipaddress.ip_address(config.broadcast).is_reserved:
+        return f"what it does there depends on the other end of {name}", HINT
     if problem and is_permanent(config.broadcast):
         return f"{problem}, but a permanent ARP entry leads there", LOOK
     if problem:
@@ -113,7 +115,7 @@ def judge_packet(config: Config, source: str) -> tuple[str, str]:
         return "it goes to another network, and most routers stop broadcasts", HINT
     reached = find_source_of_host(config)
     if reached not in ("", source):
-        return f"the server is reached from {reached}, though", LOOK
+        return f"the server is reached from {reached}: is it another network?", LOOK
     if not read_interface(name, "carrier", 1):
         return f"{name} has no link. Is its cable plugged in?", LOOK
     return "", OK

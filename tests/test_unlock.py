@@ -498,7 +498,6 @@ def exchanges_keys(channel: paramiko.Channel) -> None:
 
 
 HANGS_UP = ASKS, reads, OPENED, lambda channel: channel.get_transport().close()
-SLEEPS = lambda _: time.sleep(1)  # noqa: E731
 BEGUN = lambda _: time.sleep(1)  # noqa: E731 - until the client knows that it has
 # The server leaves no room for the passphrase, and then reports success.
 OPENS_BY_ITSELF = ASKS, BEGUN, OPENED
@@ -509,7 +508,7 @@ ATTACKS = {
     # As when somebody has just answered at the server.
     "asks and ends": (Liar(steps=[ASKS]), NO_PROMPT),
     "asks and stops": (
-        Liar(steps=[ASKS, lambda c: c.shutdown_write(), SLEEPS]),
+        Liar(steps=[ASKS, lambda c: c.shutdown_write(), BEGUN]),
         NO_PROMPT,
     ),
     "asks and hangs": (Liar(steps=[BEGUN, ASKS, exchanges_keys]), NO_PROMPT),
