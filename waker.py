@@ -1004,7 +1004,7 @@ class Start:
         self.outcome: Outcome | None = None  # until something is known
         self.woke = False  # a magic packet was sent
         self.sent = False  # the passphrase may have been sent
-        self.result: Result  # is set before `unlock_ended` is
+        self.result = Result(Outcome.ERROR, "", sent=True)  # until `unlock_ended`
         self.unlock_ended = threading.Event()
         self.cancelled = threading.Event()
         self._times = {self.phase.value: 0}  # seconds from the start to each phase
