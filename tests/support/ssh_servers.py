@@ -91,9 +91,17 @@ def process(port: int, script: str, *options: str) -> Iterator[subprocess.Popen[
                 server.kill()
 
 
-def unlock(settings: Settings, given: str = PASSPHRASE, seconds: int = 60) -> str:
+def unlock(
+    settings: Settings,
+    given: str = PASSPHRASE,
+    seconds: int = 60,
+    program: Sequence[str] = MODULE,
+) -> str:
     """Run `waker unlock`; returns the outcome and the message."""
-    ended = run_waker("unlock", f"--seconds={seconds}", settings=settings, given=given)
+    options = f"--seconds={seconds}"
+    ended = run_waker(
+        "unlock", options, settings=settings, given=given, program=program
+    )
     assert ended.stdout, ended.stderr
     result = json.loads(ended.stdout.splitlines()[-1])
     return f"{result['outcome']}: {result['message']}"
