@@ -231,6 +231,15 @@ def test_one_lost_packet_is_no_news(machine: Machine, looks: Looks) -> None:
         assert tuple(each.value for each in states) == ports
 
 
+def test_requests_that_come_during_a_probe_wait_for_it(machine: Machine) -> None:
+    """Or the first ones would be told nothing, or what was seen hours ago."""
+    machine.show(SILENT, CLOSED)  # which takes 0.4 s
+    watcher = waker.Watcher(machine.config(machine.settings(PIN=PIN)))
+    with ThreadPoolExecutor(5) as pool:
+        shown = {*pool.map(watcher.shown, [0] * 5)}
+    assert [states.members()["state"] for states in shown] == ["booting"]
+
+
 class Busy(waker.Watcher):
     """Probes for as long as a test wants, as for one decision after the other."""
 
