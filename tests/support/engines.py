@@ -20,7 +20,7 @@ from ssh_servers import free_port
 from websockets.sync.client import ClientConnection, connect
 
 WINDOWS = CHECKOUT / "tests/support/browsers"
-ENTER, TAB = "\ue007", "\ue004"  # as WebDriver names these keys
+ENTER, TAB, BACKSPACE = "\ue007", "\ue004", "\ue003"  # as WebDriver names these keys
 QUIET = {"stderr": subprocess.DEVNULL}
 
 
@@ -207,7 +207,11 @@ class Qt(Remote):
 
     def type_text(self, text: str) -> None:
         for char in text:
-            names = {ENTER: ("Enter", 13, "\r"), TAB: ("Tab", 9, "")}
+            names = {
+                ENTER: ("Enter", 13, "\r"),
+                TAB: ("Tab", 9, ""),
+                BACKSPACE: ("Backspace", 8, ""),
+            }
             key, code, typed = names.get(char, (char, 0, char))
             what = {"key": key, "windowsVirtualKeyCode": code}
             self.call("Input.dispatchKeyEvent", type="keyDown", text=typed, **what)
