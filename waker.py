@@ -1408,7 +1408,7 @@ class Page:
         policy = (
             f"default-src 'none'; script-src{hashes[b'script']};"
             f" style-src{hashes[b'style']};"
-            " connect-src 'self'; img-src 'self' data:; manifest-src data:;"
+            " connect-src 'self'; img-src 'self' data:;"
             " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
             " require-trusted-types-for 'script'"
         )

@@ -270,7 +270,6 @@ def test_the_page_allows_only_its_own_code(owner: Client) -> None:
         *(f"{tag}-src{allowed}" for tag, allowed in hashes.items()),
         "connect-src 'self'",
         "img-src 'self' data:",
-        "manifest-src data:",
         "form-action 'none'",
         "frame-ancestors 'none'",
         "base-uri 'none'",
