@@ -553,15 +553,15 @@ def test_while_requests_hang_one_more_is_sent_and_what_is_shown_is_called_old(
     answer = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n{body}"
     with waker.listen(("127.0.0.1", client.port)) as silent:
         silent.settimeout(10)  # seconds
-        phone.wait(2).look()
+        phone.wait(3.5)
         with silent.accept()[0] as first:
             assert first.recv(4) == b"GET "
-            phone.wait(2.5)
-            assert phone.polls() == 1  # though the last answer is 4.5 s old
+            phone.wait(2)
+            assert phone.polls() == 1  # though the last answer is 5.5 s old
             phone.wait(1)
             with silent.accept()[0] as second:
                 assert second.recv(4) == b"GET "
-                phone.wait(8).is_current()
+                phone.wait(5).is_current().wait(3).reads("is slow").sees("off")
                 assert phone.polls() == 2
                 second.sendall(answer.encode())
                 phone.sees("locked").is_current()
