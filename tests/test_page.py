@@ -424,7 +424,7 @@ def test_the_second_of_two_taps_hits_nothing(phone: Phone) -> None:
     tap(*place)
     phone.sees("starting").has_at(place, "cancel")
     tap(*place)
-    phone.page.wait_for_timeout(500)
+    phone.show("off", "waking", "", 0, 5)
     assert phone.count("start") == 1
     slow.send("Animation.setPlaybackRate", {"playbackRate": 1000})
     phone.press("Cancel")
