@@ -323,6 +323,8 @@ def test_a_start_fits_a_phone_on_its_side_and_a_desktop(phone: Phone) -> None:
     phone.show("booting", "failed", "not_up")  # has nothing for the second column
     assert phone.box("card")["width"] < wide / 1.5
     assert phone.sees("silent").bottom("insist") <= 390
+    phone.show("locked").open_details()  # beside a high column
+    assert phone.box("headline")["y"] - phone.bottom("name") < 20
     phone.resize(1280, 800)
     assert 80 <= phone.box("card")["y"] <= 200  # it does not hang from the top
 
@@ -565,6 +567,14 @@ def test_while_requests_hang_one_more_is_sent_and_what_is_shown_is_called_old(
                 assert phone.polls() == 2
                 second.sendall(answer.encode())
                 phone.sees("locked").is_current()
+
+
+def test_polls_that_hang_do_not_hide_how_a_start_ends(phone: Phone) -> None:
+    phone.stop_clock().tell("off").open().give_pin().sees("off").ignore("status")
+    phone.wait(7).answer("start", 200, STARTED)
+    assert phone.polls() == 2
+    phone.start().sees("starting").tell("off", "failed", "not_awake")
+    phone.wait(2).reads("From waker.").sees("off")
 
 
 def test_a_late_answer_changes_nothing(phone: Phone) -> None:
@@ -813,6 +823,11 @@ def test_a_wrong_passphrase_is_told_with_what_may_help(phone: Phone) -> None:
     phone.take_held().fulfill(json=STARTED)
     assert phone.count("start") == 5  # without the one with a tab
     phone.show("booting", "booting", "unlocked").show(*wrong).sees("locked").marks(0)
+    # Nor is what this phone has cancelled, if another one is wrong then.
+    phone.answer("start", 200, STARTED).start("never sent").sees("starting")
+    phone.show("locked", "cancelled", "cancelled").sees("locked").show(*wrong)
+    phone.reads("Wrong passphrase.").marks(0).does_not_read("look for a typo")
+    assert phone.passphrase() == "never sent"
 
 
 def test_typing_is_not_interrupted_by_news(phone: Phone) -> None:
