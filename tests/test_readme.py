@@ -26,6 +26,14 @@ README, API = PAGES[FILES[0]], PAGES[CHECKOUT / "docs/api.md"]
 INTEGRATIONS = "docs/integrations.md"
 
 
+def test_it_is_short_and_counts_the_lines_that_it_asks_to_read() -> None:
+    assert len(README.splitlines()) <= 150
+    (counts,) = re.findall(r"both files, ([\d,]+) and ([\d,]+) lines", README)
+    files = [CHECKOUT / "waker.py", CHECKOUT / "ui.html"]
+    lengths = [len(file.read_text().splitlines()) for file in files]
+    assert [int(count.replace(",", "")) for count in counts] == lengths
+
+
 def mistakes(file: Path) -> list[str]:
     """Return the names of the settings in a file that are wrong or missing."""
     with pytest.raises(waker.ConfigError) as error:
@@ -70,10 +78,10 @@ def test_each_link_leads_somewhere() -> None:
 
 
 def test_the_messages_they_explain_are_in_the_program() -> None:
-    rows = README.split("| what you see |")[1].split("\n\n")[0]
-    step = README.split("**4. ")[1].split("\n\n")[0]
-    messages = re.findall(r"(?<!\*)\*([^*]+)\*", rows + step)
-    assert len(messages) > 3
+    section = README.split("## When it does not work")[1].split("\n## ")[0]
+    rows = section + PAGES[CHECKOUT / "docs/troubleshooting.md"]
+    messages = re.findall(r"(?<!\*)\*([^*]+)\*", rows)
+    assert len(messages) > 6
     sources = [CHECKOUT / name for name in ("waker.py", "box/check.py")]
     text = "".join(path.read_text() for path in sources)
     program = re.sub(r'"\n +f?"', "", text)
