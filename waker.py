@@ -222,7 +222,7 @@ class Outcome(enum.Enum):
     NOT_ASKED = "not_asked", 500, ""  # trying again is safe
     NOT_AWAKE = "not_awake", 500, "the server "
     NOT_UP = "not_up", 500, ""
-    CANCELLED = "cancelled", 500, "cancelled"
+    CANCELLED = "cancelled", 500, "Cancelled"
     ERROR = "error", 500, ""
 
     def __init__(self, word: str, status: int, sentence: str) -> None:

@@ -202,7 +202,7 @@ def test_sigterm_ends_all_that_waits(machine: Machine) -> None:
         started.process.terminate()
         try:
             wait_for(lambda: started.process.poll() is not None, seconds=5)
-            assert re.search("cancelled.* not sent", unlocking.result().error)
+            assert re.search("Cancelled.* not sent", unlocking.result().error)
         finally:
             machine.show()  # or it would go on for a minute
             assert started.process.wait(60) == 0

@@ -338,7 +338,7 @@ def test_a_cancel_sends_nothing_or_keeps_what_was_reported(
             assert client.call("DELETE", "/api/start").status == 409
         else:
             assert started.stop() == 0
-            words = "(?i)unlocked.*root" if is_sent else "cancelled.*not sent"
+            words = "(?i)unlocked.*root" if is_sent else "Cancelled.*not sent"
             assert re.search(words, "\n".join(started.log))
         assert time.monotonic() < began + 20  # an unlock may take 90
         with pytest.raises(ProcessLookupError):
