@@ -1930,7 +1930,7 @@ def main(
     except ConfigError as error:
         for line in str(error).splitlines():
             log(line)
-        status = os.EX_CONFIG  # the unit does not restart it then
+        return os.EX_CONFIG  # the unit does not restart it then
     if loads_paramiko:
         os._exit(status)  # its threads would take 15 s to end
     return status

@@ -42,9 +42,9 @@ def main(arguments: list[str]) -> int:
 
         return prepare.main(others)
     if command == "check":
-        from box.check import check
+        from box import check
 
-        return waker.main(arguments, COMMANDS, check)
+        return check.main(arguments, COMMANDS)
     return waker.main(arguments, COMMANDS)
 
 

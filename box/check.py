@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 import waker
-from waker import Config, PortState, UnlockError
+from waker import Config, ConfigError, PortState, UnlockError
 
 OK: Final = "ok"
 WRONG: Final = "WRONG"
@@ -235,4 +235,16 @@ def check(config: Config, file: Path | None) -> int:
     for subject, text, verdict in chain(*findings, check_unlocking(config)):
         print(waker.printable(f"{verdict:7}{subject:15}{text}"), flush=True)
         status |= verdict == WRONG
+    return status
+
+
+def main(arguments: list[str], commands: dict[str, str]) -> int:
+    """Run the command. If all settings are still empty, say what fills them in."""
+    status = waker.main(arguments, commands, check)  # it returns if one is wrong
+    env_file = waker.parse_argv(arguments, commands).env_file or Path(waker.ENV_FILE)
+    with contextlib.suppress(ConfigError):  # which was reported
+        if not any(waker.read_env_file(env_file).values()):
+            is_default = env_file == Path(waker.ENV_FILE)
+            option = "" if is_default else f"--config {env_file.parent} "
+            waker.log(f"To fill them in, run: waker prepare {option}me@192.168.1.20")
     return status

@@ -1,12 +1,13 @@
 """`waker check`: a table that says what does not work, and why."""
 
 import re
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from conftest import BOX, MACHINE, PIN, need, run_waker
+from conftest import BOX, CHECKOUT, MACHINE, PIN, need, run_waker
 from homelab import Settings, public_line
 from machine import Machine
 from namespaces import IFF_TUN, Home, Namespace, ip, udp_packets
@@ -207,6 +208,21 @@ def test_a_card_without_a_cable_is_seen(home: Home, tmp_path: Path) -> None:
     ip(f"-n {machine.name} link set eth0 down")
     table = run_at(router, tmp_path, HOST=NEAR)
     assert re.search("(?m)^LOOK +magic packet .*lan has no link", table)
+
+
+def test_empty_settings_are_followed_by_what_fills_them_in(tmp_path: Path) -> None:
+    file = tmp_path / "waker.env"
+    shutil.copy(CHECKOUT / "waker.env.example", file)
+
+    def next_step() -> str:
+        ended = run_waker("--env-file", str(file), "check", program=BOX)
+        assert (ended.returncode, ended.stdout) == (78, "")
+        return ended.stderr.splitlines()[-1]
+
+    prepare = f"waker prepare --config {tmp_path} me@192.168.1.20"
+    assert next_step() == f"To fill them in, run: {prepare}"
+    file.write_text(file.read_text().replace("PIN=", "PIN=12345678"))
+    assert "WAKER_HOMELAB_MAC has no value" in next_step()
 
 
 def test_the_mac_address_is_compared_with_arp(home: Home, tmp_path: Path) -> None:
