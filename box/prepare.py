@@ -388,7 +388,7 @@ def prepare_server(given: argparse.Namespace) -> int:
     if status:
         raise ConfigError("Nothing was written on this box.")
     if given.undo:
-        print("\nwaker cannot unlock the server now. The settings on this box stay.")
+        print("\nThe settings on this box stay.")
         return 0
     try:
         found = parse_settings(find_answer(output, nonce))

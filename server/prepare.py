@@ -729,7 +729,8 @@ def undo(probed: Probed, options: argparse.Namespace) -> None:
     record = read_record()
     if not record:
         UNFINISHED.unlink(missing_ok=True)
-        raise Refused("there is nothing to undo.")
+        print("There is nothing to undo. Nothing was changed.")
+        return
     check_kernels(probed)
     # Every disk below /, however it is opened.
     disks = dict.fromkeys(re.findall(r"(?m)^(\S+) +crypt\b", probed["disks"]))

@@ -252,8 +252,8 @@ def main(wish: str = "127.0.0.1:8080", *, pace: float = 4) -> int:
         with waker.listen(waker.read_config(needs, Path(), needs).listen) as free:
             address, port = listen = free.getsockname()[:2]
     except (waker.ConfigError, OSError):
-        right = "LISTEN must be a free ADDRESS:PORT of this box, such as 127.0.0.1:8090"
-        sys.exit(f"{wish} cannot be used; {right}")
+        right = "a free ADDRESS:PORT of this box: make demo LISTEN=127.0.0.1:8090"
+        sys.exit(f"{wish} cannot be used. Choose {right}")
     pin, passphrase = "24681012", "correct horse battery staple"
     with tempfile.TemporaryDirectory(prefix="waker-demo-") as name:
         machine = Homelab(Path(name), passphrase=passphrase, pace=pace)
