@@ -5,7 +5,10 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
+from typing import Any
 
+import jsonschema_rs
 import yaml
 from conftest import CHECKOUT, MACHINE, daemon, run_waker
 from machine import Machine
@@ -17,6 +20,7 @@ TREE = ast.parse(SOURCE)
 NETWORK = r"socket\.(socket|create_\w+|getaddrinfo)\(|\.connect\(\(|sendto\("
 API = yaml.safe_load(CHECKOUT.joinpath("docs/openapi.yaml").read_text())
 SCHEMAS = API["components"]["schemas"]
+PAGE = CHECKOUT.joinpath("docs/api.md").read_text()
 MAY_USE_IT = {"open_tcp", "find_source_address", "wake", "listen"}
 
 
@@ -86,13 +90,28 @@ def test_the_routes_are_those_that_are_described() -> None:
         for method, operation in operations.items()
     }
     assert described == routes
-    page = CHECKOUT.joinpath("docs/api.md").read_text()
-    table = page.split("| request | answer |")[1].split("\n\n")[0]
+    table = PAGE.split("| request | answer |")[1].split("\n\n")[0]
     assert {*re.findall(r"`([A-Z]+) (/\S*?)`", table)} == {
         route for route in routes if route[0] != "HEAD"
     }
     members = ", ".join(map(json.dumps, SCHEMAS["Status"]["properties"]))
     assert f"`{{{members}}}`" in table
+
+
+def find_examples(node: Any) -> Iterator[tuple[dict[str, Any], object]]:
+    """Yield each schema of the description that has an example, and that."""
+    if isinstance(node, dict) and "example" in node:
+        yield node.get("schema", node), node["example"]
+    for inner in node.values() if isinstance(node, dict) else ():
+        yield from find_examples(inner)
+
+
+def test_each_example_is_what_its_schema_describes() -> None:
+    examples = [*find_examples(API)]
+    assert len(examples) > 9
+    for schema, example in examples:
+        shared = {"components": API["components"]}  # to which schemas refer
+        jsonschema_rs.validate(schema | shared, example)
 
 
 def test_the_status_has_the_members_that_are_described(machine: Machine) -> None:
@@ -102,6 +121,14 @@ def test_the_status_has_the_members_that_are_described(machine: Machine) -> None
     for name, shown in (("Status", status), ("Start", status["start"])):
         schema = SCHEMAS[name]
         assert [*shown] == schema["required"] == [*schema["properties"]]
+    of_status, of_start = PAGE.split("\n| member |")[1:]
+    rows = re.findall(r"(?m)^\| `(\w+)` \| ([a-z ]+) \|", of_status.split("\n\n")[0])
+    assert [name for name, _ in rows] == [*status]
+    for name, kind in rows:
+        described = SCHEMAS["Status"]["properties"][name].get("type", kind)
+        assert kind == described or kind.split(" or ") == described
+    members = re.findall(r"(?m)^\| `(\w+)`", of_start.split("\n\n")[0])
+    assert members == [*status["start"]]
     ended = run_waker("state", settings=machine.settings())
     assert (ended.returncode, ended.stderr, ended.stdout.count("\n")) == (0, "", 1)
     names = "state", "reachable", "initrd_ssh_open", "system_ssh_open"
