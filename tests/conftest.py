@@ -39,7 +39,23 @@ PIN = "pin-2468-pin"
 PASSPHRASE = 'correct "horse" \\ stäple'
 ODD_PASSPHRASE = "-n '$(id)` a\\tb\\0 " + "é" * 244 + "xy \u00a0 "  # 512 bytes
 MACHINE = {"WAKER_HOMELAB_MAC": MAC, "WAKER_HOMELAB_HOST": "127.0.0.1"}
-NO_ROOT = "need root, because this system gives others no namespaces"
+# Debian's packages of programs that have other names.
+PACKAGES = {
+    "ab": "apache2-utils",
+    "cryptsetup": "cryptsetup-bin",
+    "cmp": "diffutils",
+    "ip": "iproute2",
+    "fail2ban-regex": "fail2ban",
+    "mke2fs": "e2fsprogs",
+    "qemu-system-x86_64": "qemu-system-x86",
+    "sshd": "openssh-server",
+    **dict.fromkeys(("dbclient", "dropbear", "dropbearkey"), "dropbear-bin"),
+    **dict.fromkeys(("ssh", "ssh-keygen"), "openssh-client"),
+    **dict.fromkeys(("systemctl", "systemd-analyze", "systemd-networkd"), "systemd"),
+    **dict.fromkeys(
+        ("nsenter", "prlimit", "setpriv", "setsid", "unshare"), "util-linux"
+    ),
+}
 Fields = Mapping[str, str]
 T = TypeVar("T")
 
@@ -70,18 +86,39 @@ def each(names: str, table: Mapping[str, object]) -> pytest.MarkDecorator:
 
 def need(program: str, *other_names: str) -> str:
     """Return a program's path, or skip."""
-    path = os.environ["PATH"] + ":/usr/sbin:/sbin"
+    path = os.environ["PATH"] + ":/usr/sbin:/sbin:/lib/systemd"
     for name in (program, *other_names):
         if found := shutil.which(name, path=path):
             return found
-    pytest.skip(f"need {program}")
+    pytest.skip(f"need {program} (package {PACKAGES.get(program, program)})")
+
+
+def need_root() -> None:
+    """Skip without root, or where root may make no namespaces, as in a chroot.
+
+    tests/enter would have made an ordinary user root, by these two programs.
+    """
+    if os.geteuid():
+        need("unshare")
+        need("ip")
+        pytest.skip("need root, because this system gives others no namespaces")
+    need_namespaces()
+
+
+def has_other_users() -> bool:
+    """Return whether there are others than root, as in few user namespaces."""
+    users = Path("/proc/self/uid_map").read_text().split()
+    return int(users[2]) > 65535 and os.geteuid() == 0
+
+
+def need_other_users() -> None:
+    need_root()
+    if not has_other_users():
+        pytest.skip("need root: this system lets others be one user alone")
 
 
 @functools.cache
-def need_root() -> None:
-    """Skip without root, or where root may make no namespaces, as in a chroot."""
-    if os.geteuid():
-        pytest.skip(NO_ROOT)
+def need_namespaces() -> None:
     probe = [need("unshare"), "--mount", "--net", "true"]
     if subprocess.run(probe, capture_output=True, check=False).returncode:
         pytest.skip("need namespaces, which nobody can make here")

@@ -109,7 +109,7 @@ def systemd(  # noqa: PLR0913 - most tests want one or two of them
     lines = [
         f"cd {folder}; mount -t tmpfs none etc; mkdir etc/upper etc/work",
         f"mount -t overlay none /etc -o {layers}",
-        "cp passwd shadow group crypttab initrd-release /etc",
+        "cp --remove-destination passwd shadow group crypttab initrd-release /etc",
         f"mount --bind systemctl {need('systemctl')}",
         f"mount -t tmpfs none /run; mkdir -p /run/sshd {PROMPTS}",
         setup.replace("FOLDER", str(folder)),

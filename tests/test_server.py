@@ -22,12 +22,12 @@ import pytest
 from conftest import (
     BOX,
     CHECKOUT,
-    NO_ROOT,
     PIN,
     copy_checkout,
+    has_other_users,
     interpose,
     need,
-    need_root,
+    need_other_users,
     wait_for,
 )
 from homelab import new_key
@@ -108,12 +108,6 @@ exec /usr/bin/ssh -F none -p {port} -o UserKnownHostsFile=/mnt/known_hosts \\
     -o PreferredAuthentications=password -o KexAlgorithms=curve25519-sha256 "$@"
 """
 STARTED = ["waker check", "systemctl enable waker", "systemctl restart waker"]
-
-
-def can_be_others() -> bool:
-    """Return whether there are other users: not in most user namespaces."""
-    users = Path("/proc/self/uid_map").read_text().split()
-    return int(users[2]) > 65535 and os.geteuid() == 0
 
 
 class Terminal:
@@ -241,9 +235,7 @@ class Home:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Home]:
-    need_root()
-    if not can_be_others():
-        pytest.skip(NO_ROOT)
+    need_other_users()
     need("sudo")
     home, port = Home(tmp_path / "home"), free_port()
     copy_checkout(home.folder / "checkout")
@@ -572,7 +564,7 @@ def test_the_file_is_replaced_but_keeps_its_owner_mode_and_link(file: Path) -> N
     real.parent.mkdir()
     real.write_text(MINE)
     real.chmod(0o640)
-    owner = (1234, 2345) if can_be_others() else (os.getuid(), os.getgid())
+    owner = (1234, 2345) if has_other_users() else (os.getuid(), os.getgid())
     os.chown(real, *owner)
     before = real.stat()
     file.symlink_to("elsewhere/settings")
