@@ -66,6 +66,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--screenshots", help="folder for pictures of the page")
 
 
+# By module: how many of xdist's workers run its tests. Each starts a browser, or builds
+# a program.
+WORKERS = {"test_page": 4, "test_install": 4}
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for number, item in enumerate(items):
+        if count := WORKERS.get(item.path.stem):
+            group = f"{item.path.stem} {number % count}"
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()  # Python's garbage collector skips what all tests share
 

@@ -5,7 +5,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Some need root, which an ordinary user may be in namespaces.
 PYTEST := tests/enter $(BIN)/python -m pytest $(PYTEST_ARGS)
 # More than there are processors, because most tests mostly wait.
-ALL := --numprocesses 10 --dist worksteal
+ALL := --numprocesses 10 --dist loadgroup
 FEW := --numprocesses 9 --maxschedchunk 1
 
 test: $(VENV)/done ## run most tests, or T=tests/test_watch.py, or T='-k broadcast'
