@@ -14,7 +14,7 @@ PREFIX ?= /usr/local
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1	/p' $(MAKEFILE_LIST) | expand -t 20
 
-demo: $(VENV)/run ## try waker with a make-believe server; LISTEN=0.0.0.0:8080
+demo: $(VENV)/run ## try waker with a simulated server; LISTEN=0.0.0.0:8080
 	@$(BIN)/python tests/support/homelab.py $(LISTEN)
 
 run: $(VENV)/run ## run the daemon, with settings from the environment or ENV_FILE=FILE

@@ -597,7 +597,7 @@ def parse_arguments(command: str, arguments: Sequence[str]) -> argparse.Namespac
         parser.set_defaults(folder=None)
     given = parser.parse_args(arguments)
     if given.part and given.folder:
-        parser.error("--from has nothing for notify")
+        parser.error("--from cannot be used with notify")
     return given
 
 

@@ -343,7 +343,7 @@ def check_client() -> None:
         version = asked.stdout + asked.stderr
     if b"OpenSSH" in version:
         return
-    found = "there is none" if not client else f"{client} is another one"
+    found = "there is none" if not client else f"{client} is another client"
     if b"Dropbear" in version:  # it ends if a command has more than 16 KiB
         found = f"{client} is Dropbear's, which cannot send so long a command"
     problem = f"This needs OpenSSH's client, but here {found}."
@@ -412,7 +412,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--config", metavar="FOLDER", type=Path, default=CONFIG, help=own)
     card = "the server's network card; by default, the one that leads to this box"
     add("--interface", metavar="NAME", default="", help=card)
-    add("--undo", action="store_true", help="take everything back that this did")
+    add("--undo", action="store_true", help="undo what this did")
     add("--yes", action="store_true", help="do not ask")
     given = parser.parse_args(arguments)
     if not given.server or given.server.startswith("-"):

@@ -395,7 +395,7 @@ def describe(facts: Facts) -> list[str]:
     if facts.own_ip:
         lines.append(f"your address for the initrd, which stays: {facts.own_ip}")
     if facts.own_options:
-        lines.append(f"your options of dropbear, which stay: {facts.own_options}")
+        lines.append(f"your dropbear options, which stay: {facts.own_options}")
     for disk in facts.tpm_disks:
         opens = "opens by itself, with a TPM; waker is asked only if that fails"
         lines.append(f"{disk} {opens}")

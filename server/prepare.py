@@ -766,7 +766,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.description = "Prepare a server for waker."
     add = parser.add_argument
     add("key", nargs="?", default="", help="waker's public key")
-    add("--undo", action="store_true", help="take everything back")
+    add("--undo", action="store_true", help="undo what this did")
     add("--yes", action="store_true", help="do not ask")
     add("--interface", default="", metavar="NAME", help="the network card to use")
     connection = "$SSH_CONNECTION, which begins with the box's address"

@@ -36,7 +36,7 @@ fuzz: $(VENV)/done ## test with random requests and inputs; EXAMPLES=200, SEED=1
 siege: $(VENV)/done ## attack the daemon for 15 minutes, as root; ATTACK=heads
 	$(BIN)/python tests/load/siege.py 3 $(if $(ATTACK),"$(ATTACK)")
 
-bench: $(VENV)/done dist ## compare waker with an empty server and ssh, as root
+bench: $(VENV)/done dist ## compare waker with a bare http.server and ssh, as root
 	$(BIN)/python tests/load/bench.py
 
 breaks: $(VENV)/done ## break each promise: does a test notice? BREAK="some words"

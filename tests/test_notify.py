@@ -288,7 +288,7 @@ def test_install_asks_on_a_terminal_and_uninstall_removes_everything(
     assert re.search(r"https://ntfy\.sh/(?!0+\b)[0-9a-f]{16}\b", first)
     assert f":\n{STARTED}" in first
     assert phone.topic not in first + second
-    assert "only Enter to keep the one you have" in second
+    assert "just Enter to keep the one you have" in second
     assert f":\n{STOPPED}systemctl stop waker-notify.service\n{STARTED}" in second
     units = {"waker-notify.service": 0o644, "waker-notify.timer": 0o644}
     files = {"notify_url": 0o600, "waker-notify": 0o755} | units

@@ -65,7 +65,7 @@ def ask_for_url() -> str:
     """Return the topic's address. Raises: Refused."""
     is_known = URL_FILE.exists()
     if sys.stdin.isatty() and is_known:
-        print("Your topic's address, or only Enter to keep the one you have:")
+        print("Your topic's address, or just Enter to keep the one you have:")
     elif sys.stdin.isatty():
         # A random topic, because people use what an example shows.
         example = f"https://ntfy.sh/{secrets.token_hex(8)}"
@@ -76,7 +76,7 @@ def ask_for_url() -> str:
     if not re.fullmatch(VISIBLE, url) or not re.fullmatch(TOPIC, url):
         raise Refused(
             "this is not the address of a topic. It must look like this, without\n"
-            "spaces, quotes and backslashes: https://ntfy.sh/YOUR-SECRET-TOPIC"
+            "spaces, quotes or backslashes: https://ntfy.sh/YOUR-SECRET-TOPIC"
         )
     return url
 
