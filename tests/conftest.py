@@ -151,10 +151,10 @@ def wait_for(
     return seen
 
 
-def is_open(port: int) -> bool:
+def is_open(port: int, address: str = "127.0.0.1") -> bool:
     """Return whether a TCP port of this computer accepts connections."""
     with socket.socket() as tcp:
-        return tcp.connect_ex(("127.0.0.1", port)) == 0
+        return tcp.connect_ex((address, port)) == 0
 
 
 def wait_for_process(argument: str, parent: int = 0) -> int:

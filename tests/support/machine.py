@@ -1,4 +1,4 @@
-"""A machine on loopback that is off, asks for a passphrase or is up, as a test says.
+"""A machine that is off, asks for a passphrase or is up, as a test says.
 
 Its initrd is dropbear, which runs a shell script of the test's as `cryptroot-unlock`.
 """
@@ -58,7 +58,7 @@ WARNS = "echo cryptroot-unlock: systemd may give up after another wrong passphra
 
 
 class Machine(Ports):
-    """A machine on loopback, whose ports show what a test wants.
+    """A machine whose ports show what a test wants, by default on loopback.
 
     Its initrd is dropbear.
     """
@@ -72,9 +72,9 @@ class Machine(Ports):
         self._shown.close()
         for port, state in ((self.initrd_port, initrd), (self.system_port, system)):
             if state == SILENT:
-                self._shown.enter_context(blackhole("127.0.0.1", port))
+                self._shown.enter_context(blackhole(self.address, port))
             if state == OPEN:
-                listener = socket.create_server(("127.0.0.1", port), backlog=99)
+                listener = socket.create_server((self.address, port), backlog=99)
                 self._shown.enter_context(listener)
         return self
 
@@ -104,10 +104,11 @@ class Machine(Ports):
         command = self.folder / "cryptroot-unlock"
         command.write_text(WORDS + script)
         server = [need("dropbear"), "-F", "-s", "-r", "host_key", "-P", "pid", "-p"]
-        server += [f"127.0.0.1:{self.initrd_port}", "-c", f"exec sh {command}"]
+        server += [f"{self.address}:{self.initrd_port}", "-c", f"exec sh {command}"]
         mount = f"cd {self.folder}; mount --bind passwd /etc/passwd; exec {AS_USER_1}"
         script = f"{mount} {shlex.join(server)}"
-        self._shown.enter_context(process(self.initrd_port, script, *ALONE))
+        running = process(self.initrd_port, script, *ALONE, address=self.address)
+        self._shown.enter_context(running)
         return self
 
     def received(self) -> list[bytes]:

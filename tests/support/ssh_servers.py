@@ -71,7 +71,9 @@ ALONE = "--pid", "--fork", "--kill-child", "--mount-proc"  # for `process`
 
 
 @contextlib.contextmanager
-def process(port: int, script: str, *options: str) -> Iterator[subprocess.Popen[str]]:
+def process(
+    port: int, script: str, *options: str, address: str = "127.0.0.1"
+) -> Iterator[subprocess.Popen[str]]:
     """Start a server in a mount namespace, wait until it listens, and kill it later.
 
     With ALONE, whatever it has started goes with it, at once.
@@ -80,7 +82,7 @@ def process(port: int, script: str, *options: str) -> Iterator[subprocess.Popen[
     command = [need("unshare"), "--mount", *options, "sh", "-ec", script]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
-            wait_for(lambda: is_open(port) or server.poll() is not None)
+            wait_for(lambda: is_open(port, address) or server.poll() is not None)
             assert server.poll() is None, server.communicate()[1]
             yield server
         finally:

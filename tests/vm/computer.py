@@ -20,6 +20,8 @@ from guests import ADDRESS, MAC, ROUTER, SSH_KEY
 from namespaces import IFF_TAP, Namespace, hosts
 
 PATIENCE = 600  # seconds: a guest shares its processor with others
+# QEMU, and what it emulates.
+X86_64 = "qemu-system-x86_64", "-accel", "tcg", "-cpu", "Westmere", "-machine", "q35"
 MAGIC = b"\xff" * 6 + bytes.fromhex(MAC.replace(":", "")) * 16
 
 
@@ -32,6 +34,7 @@ class Computer:
     router: Namespace
     cable: io.FileIO  # the computer's end
     log: Path  # of its console
+    emulator: Sequence[str] = X86_64
     card: Path | None = None  # another disk, on which what it writes stays
     qemu: subprocess.Popen[bytes] | None = None
 
@@ -49,8 +52,8 @@ class Computer:
         command = [
             *self.router.command(),  # from which no packet leaves this computer
             *(need("setpriv"), "--pdeathsig", "KILL"),
-            *(need("qemu-system-x86_64"), "-accel", "tcg", "-cpu", "Westmere"),
-            *("-machine", "q35", "-m", "768", "-nodefaults"),
+            *(need(self.emulator[0]), *self.emulator[1:]),
+            *("-m", "768", "-nodefaults"),
             *("-display", "none", "-serial", "mon:stdio"),
             *("-netdev", f"tap,id=lan,fd={self.cable.fileno()}"),
             *self.hardware,
@@ -132,11 +135,15 @@ class Computer:
 
 @contextlib.contextmanager
 def computer_of(
-    hardware: Sequence[str], folder: Path, key: Path = SSH_KEY
+    hardware: Sequence[str],
+    folder: Path,
+    key: Path = SSH_KEY,
+    emulator: Sequence[str] = X86_64,
 ) -> Iterator[Computer]:
     """Connect a computer that is off to a router, where waker runs."""
     with hosts(1) as (router,), router.plug_in(IFF_TAP, "lan", f"{ROUTER}/24") as cable:
-        computer = Computer(hardware, key, router, cable, folder / "console")
+        log = folder / "console"
+        computer = Computer(hardware, key, router, cable, log, emulator)
         computer.log.touch()
         try:
             yield computer

@@ -231,7 +231,7 @@ def install(suite: str) -> None:
     set_up(tree)
 
 
-def set_up(tree: Path) -> None:
+def set_up(tree: Path, authorized: Path = AUTHORIZED) -> None:
     """Give a tree its name, its network, and root's SSH key."""
     tree.chmod(0o755)
     write(tree / "etc/hostname", "guest\n")
@@ -241,7 +241,7 @@ def set_up(tree: Path) -> None:
     run_in(tree, "systemd-machine-id-setup")
     for folder in ("etc", "var"):
         (tree / folder / ".updated").touch()
-    write(tree / "root/.ssh/authorized_keys", AUTHORIZED.read_text())
+    write(tree / "root/.ssh/authorized_keys", authorized.read_text())
     (tree / "root/.ssh").chmod(0o700)
 
 
