@@ -22,6 +22,9 @@ test-vm: $(VENV)/done ## unlock encrypted servers in QEMU, as root
 test-servers: $(VENV)/done ## prepare bare servers in QEMU, as root; T='-k bare-12'
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --capture=no $(T) tests/vm/servers.py
 
+test-arm64: $(VENV)/done ## install and use waker on Debian for arm64 in QEMU, as root
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --no-skip tests/vm/arm64.py
+
 test-unstable: $(VENV)/done ## unlock today's Debian unstable in QEMU, as root
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/vm/unstable.py
 
@@ -64,7 +67,7 @@ lint: $(VENV)/done ## run ruff, mypy and shellcheck
 		tests/support/initrds/*.sh box/install-packages box/notify/notify
 
 clean: ## remove what the other targets made
-	rm -rf .venv* .vm .vm-bare dist .hypothesis .*_cache
+	rm -rf .venv* .vm .vm-arm64 .vm-bare dist .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -r {} +
 
 # Another ten times as big, to test it.
