@@ -1203,6 +1203,16 @@ def test_a_build_that_fails_leaves_no_file(tmp_path: Path) -> None:
         assert not (tmp_path / "image").exists()
 
 
+def test_a_build_makes_the_host_key_that_an_old_dropbear_lacks(tmp_path: Path) -> None:
+    build = (CHECKOUT / "server/initramfs-tools/build").read_text()
+    key = tmp_path / "dropbear_ed25519_host_key"
+    script = build.replace(DROPBEAR, str(tmp_path)).replace("mkinitramfs", "echo")
+    for _ in range(2):
+        subprocess.run(["sh", "-ec", script, "sh", "image", "6.1"], check=True)
+        made = subprocess.check_output([need("dropbearkey"), "-y", "-f", str(key)])
+        assert b"ssh-ed25519 " in made
+
+
 def test_the_kept_image_is_removed_with_its_kernel(server: Server) -> None:
     server.prepare()
     kept, hook = f"{server.image}.before-waker", "/etc/kernel/postrm.d/waker"

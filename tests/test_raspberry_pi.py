@@ -66,6 +66,8 @@ def pi(tmp_path: Path, new_card: Path) -> Iterator[Pi]:
 
 def test_a_card_that_is_made_again_keeps_its_key_and_settings(new_card: Path) -> None:
     kept = [new_card / "waker" / name for name in sorted(SECRETS)]
+    with new_card.joinpath("waker/waker.env").open("a") as settings:
+        settings.write("# of the owner\n")
     before = [path.read_bytes() for path in kept]
     shown = make(new_card.parents[1], "card").stdout
     assert [path.read_bytes() for path in kept] == before

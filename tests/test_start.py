@@ -515,3 +515,18 @@ def test_a_start_that_gets_no_thread_has_not_begun(machine: Machine) -> None:
         start: Any = starter.report(time.monotonic(), OFF)["start"]
         assert (start and start["phase"]) == shown
         assert run_start(starter)["start"]["phase"] == "done"
+
+
+def test_a_start_that_gets_no_thread_replaces_no_watch(machine: Machine) -> None:
+    starter, watcher = starter_of(machine, ["/bin/echo", result_of("unlocked")])
+    watcher.found = [LOCKED] + [OFF] * 99
+    watch = starter.begin(waker.Passphrase(PASSPHRASE), waits=True)
+    wait_for(watch.unlock_ended.is_set)
+    usual = threading.stack_size(1 << 46)  # bytes: more than any system has
+    try:
+        with pytest.raises(waker.HttpError, match="Too busy"):
+            starter.begin(waker.Passphrase(PASSPHRASE), waits=True)
+    finally:
+        threading.stack_size(usual)
+    assert not watch.cancelled.is_set()
+    starter.stop()
