@@ -66,8 +66,10 @@ lint: $(VENV)/done ## run ruff, mypy and shellcheck
 	shellcheck --shell=dash waker.init server/remote.sh box/raspberry-pi/vendor-data \
 		tests/support/initrds/*.sh box/install-packages box/notify/notify
 
+# Not dist/card: a server may know its key already.
 clean: ## remove what the other targets made
-	rm -rf .venv* .vm .vm-arm64 .vm-bare dist .hypothesis .*_cache
+	rm -rf .venv* .vm .vm-arm64 .vm-bare .hypothesis .*_cache
+	rm -rf $(filter-out dist/card,$(wildcard dist/*))
 	find . -name __pycache__ -prune -exec rm -r {} +
 
 # Another ten times as big, to test it.

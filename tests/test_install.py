@@ -819,5 +819,5 @@ def test_the_demo_shows_its_secrets_and_enter_switches_its_server_off() -> None:
 
 
 def test_a_demo_that_cannot_listen_says_so() -> None:
-    with pytest.raises(SystemExit, match="make demo LISTEN=127"):
+    with pytest.raises(SystemExit, match=r"Cannot assign.*make demo LISTEN=127"):
         homelab.main("203.0.113.9:80")

@@ -195,7 +195,7 @@ def test_help_lists_each_command_and_a_wrong_one_is_told_them(program: Path) -> 
     for wrong in (["chekc"], ["--env-file", "check", "chekc"]):
         status, error = run(program, *wrong)
         assert status == 2
-        assert all(f"'{command}'" in error for command in commands)
+        assert re.findall("[a-z]+", error.split("choose from")[1]) == [*commands]
 
 
 def test_a_command_may_stand_behind_options(program: Path, tmp_path: Path) -> None:

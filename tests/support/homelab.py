@@ -251,9 +251,11 @@ def main(wish: str = "127.0.0.1:8080", *, pace: float = 4) -> int:
         needs = {"WAKER_LISTEN": wish}
         with waker.listen(waker.read_config(needs, Path(), needs).listen) as free:
             address, port = listen = free.getsockname()[:2]
-    except (waker.ConfigError, OSError):
-        right = "a free ADDRESS:PORT of this box: make demo LISTEN=127.0.0.1:8090"
-        sys.exit(f"{wish} cannot be used. Choose {right}")
+    except (waker.ConfigError, OSError) as error:
+        code = getattr(error, "errno", None)
+        reason = os.strerror(code) if code else "it is no ADDRESS:PORT"
+        host = wish.rpartition(":")[0] if ".0.0." in wish else "127.0.0.1"
+        sys.exit(f"{wish} cannot be used: {reason}. Try make demo LISTEN={host}:8090")
     pin, passphrase = "24681012", "correct horse battery staple"
     with tempfile.TemporaryDirectory(prefix="waker-demo-") as name:
         machine = Homelab(Path(name), passphrase=passphrase, pace=pace)
