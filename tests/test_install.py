@@ -37,7 +37,7 @@ from stand_ins import calls, stub
 from test_notify import Receiver
 from test_openwrt import BLOCKED
 from test_pack import COMPILE, pack, unpack
-from test_server import Terminal
+from test_prepare import Terminal
 
 QUIET = ["systemctl is-active waker", "systemctl daemon-reload"]
 PROGRAM = "/usr/local/bin/waker"

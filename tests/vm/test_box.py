@@ -38,7 +38,7 @@ from guests import (
 from homelab import Homelab
 from namespaces import hosts
 from test_notify import UP, WAITING, Phone, hello
-from test_server import ANSWER, HOST_KEY
+from test_prepare import ANSWER, HOST_KEY
 
 import waker
 

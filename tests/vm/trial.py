@@ -13,7 +13,7 @@ from computer import PATIENCE, Computer, Owner, computer_of, waker_on
 from conftest import CHECKOUT, PASSPHRASE, need, wait_for
 from guests import ADDRESS, run
 from test_pack import pack
-from test_server import Terminal
+from test_prepare import Terminal
 
 import waker
 
