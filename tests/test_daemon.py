@@ -226,7 +226,7 @@ def test_a_second_signal_ends_the_daemon_at_once(machine: Machine) -> None:
             machine.show()  # or the unlock would go on
         assert isinstance(unlocking.exception(), ConnectionError)
         assert process.returncode == -signal.SIGINT
-        assert process.stderr.read() == ""  # no traceback
+        assert "Traceback" not in process.stderr.read()
 
 
 # ---- Commands ------------------------------------------------------------------------
