@@ -254,7 +254,7 @@ def main(wish: str = "127.0.0.1:8080", *, pace: float = 4) -> int:
     except (waker.ConfigError, OSError) as error:
         code = getattr(error, "errno", None)
         reason = os.strerror(code) if code else "it is no ADDRESS:PORT"
-        host = wish.rpartition(":")[0] if ".0.0." in wish else "127.0.0.1"
+        host = "0.0.0.0" if wish.startswith("0.0.0.0:") else "127.0.0.1"
         sys.exit(f"{wish} cannot be used: {reason}. Try make demo LISTEN={host}:8090")
     pin, passphrase = "24681012", "correct horse battery staple"
     with tempfile.TemporaryDirectory(prefix="waker-demo-") as name:
