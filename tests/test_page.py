@@ -74,7 +74,8 @@ def new_phone(chromium: Browser) -> Iterator[NewPhone]:
     phones: list[Phone] = []
 
     def make(client: Client, **options: Any) -> Phone:
-        page = chromium.new_page(has_touch=True, is_mobile=True, **options)
+        quiet = {"reduced_motion": "reduce"} | options  # motion takes a processor
+        page = chromium.new_page(has_touch=True, is_mobile=True, **quiet)
         phones.append(Phone(page, client).resize(320, 640))
         return phones[-1]
 
@@ -253,6 +254,7 @@ def test_motion_and_colours_are_left_to_their_owner(phone: Phone) -> None:
     page, dawn = phone.page, phone.part("dawn")
     turning = """document.getAnimations().filter(
         (each) => each.effect.getTiming().iterations === Infinity).length"""
+    page.emulate_media(reduced_motion="no-preference")
     phone.stop_clock().tell("booting", "waking").open().give_pin().sees("starting")
     assert page.evaluate(turning) > 0
     page.emulate_media(reduced_motion="reduce")
