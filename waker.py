@@ -1046,7 +1046,7 @@ class Start:
             )
         except (OSError, MemoryError) as error:
             reason = getattr(error, "strerror", "there is not enough memory")
-            return make_result(Outcome.ERROR, f"its process cannot start: {reason}")
+            return make_result(Outcome.ERROR, f"waker unlock cannot start: {reason}")
         deadline = time.monotonic() + UNLOCK_SECONDS + REPORT_SECONDS
         output, data = b"", b"x"
         with child:  # waits for its end
