@@ -1139,6 +1139,11 @@ def test_a_wrong_image_is_never_put_in_place(server: Server) -> None:
 
     fails(SPOILED, *WRONG)
     fails(": >cryptroot/crypttab", "has no line for vda2_crypt")
+    # A full disk, say, has left a key that is empty everywhere.
+    name = "dropbear_ed25519_host_key"
+    key = server.path(f"{DROPBEAR}/{name}").read_bytes()
+    fails(f": >{DROPBEAR}/{name} >etc/dropbear/{name}", f"{name} differs")
+    server.path(f"{DROPBEAR}/{name}").write_bytes(key)
     # modinfo knows no such module, and calls it missing.
     server.set(drivers="eth0 /lib/modules/missing\n")
     fails("", "it has no driver missing")
@@ -1224,6 +1229,15 @@ def test_the_kept_image_is_removed_with_its_kernel(server: Server) -> None:
     assert left == f"{server.image}\n\n/boot/grub:\ngrub.cfg\n"
     # There is no reason to keep another.
     assert "Nothing was changed" in server.prepare()
+
+
+def test_the_hook_adds_what_the_cards_bus_needs(server: Server) -> None:
+    server.prepare()
+    functions = 'manual_add_modules() { :; }\nsys_walk_mod_add() { echo "$1"; }\n'
+    server.write("/usr/share/initramfs-tools/hook-functions", functions)
+    device = "/sys/class/net/eth0/device"
+    server.run(f"mount -t tmpfs none /sys/class/net; mkdir -p {device}")
+    assert server.run("/etc/initramfs-tools/hooks/waker") == f"{device}\n"
 
 
 def test_the_hook_lets_tries_of_the_owners_own_stay(server: Server) -> None:
