@@ -450,14 +450,15 @@ def test_a_start_goes_on_without_the_phone(phone: Phone) -> None:
 def test_a_reload_during_a_start_needs_no_pin(phone: Phone) -> None:
     """Nor does a tab that a phone threw away. The token is kept only that long."""
     page, kept = phone.page, "Object.values(sessionStorage)"
-    phone.tell("off").open().give_pin().sees("off")
+    phone.stop_clock().tell("off").open().give_pin().sees("off")
     assert page.evaluate(kept) == []
     phone.show("off", "waking", "", 0, 9).sees("starting")
     assert page.evaluate(kept) == ["token 0"]
     size = phone.box("sign")["width"]
     phone.hold("status").reload().sees("resuming").does_not_read("PIN")
     phone.take_held().abort()
-    assert phone.sees("starting").box("sign")["width"] == size
+    phone.waits_for("You can put your phone away").sees("starting")
+    assert phone.box("sign")["width"] == size
     phone.tell("off", "failed", "not_awake").look().sees("off")
     assert page.evaluate(kept) == []
     phone.reload().sees("pin")
