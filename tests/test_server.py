@@ -1148,6 +1148,7 @@ def test_a_wrong_image_is_never_put_in_place(server: Server) -> None:
     server.set(drivers="eth0 /lib/modules/missing\n")
     fails("", "it has no driver missing")
     server.spoil(EARLY)
+    server.write(f"{DROPBEAR}/dropbear.conf", "")  # its owner may have emptied it
     assert "The server is prepared." in server.prepare()
 
     before = server.run(f"sha256sum <{image}")
