@@ -72,10 +72,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # By module: how many of xdist's workers run its tests. Each starts a browser, or builds
 # a program.
 WORKERS = {"test_page": 4, "test_install": 4}
+# What mostly waits comes first, beside what does not.
+WAITS = "test_check", "test_start", "test_unlock", "test_watch"
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in WAITS)
     for number, item in enumerate(items):
         if count := WORKERS.get(item.path.stem):
             group = f"{item.path.stem} {number % count}"
