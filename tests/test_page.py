@@ -752,7 +752,8 @@ def test_a_passphrase_without_an_answer_may_have_arrived(phone: Phone) -> None:
     assert phone.passphrase() == PASSPHRASE
     # The message ends with the next answer; waker may read a request for 10 s.
     phone.tell("off").waits_for(nothing).does_not_read(maybe)
-    phone.wait(8).does_not_read("Try again.").wait(3).reads(f"{nothing} Try again.")
+    phone.wait(8).show("off", name="Shed").does_not_read("Try again.")
+    phone.wait(3).reads(f"{nothing} Try again.")
     phone.show("locked").does_not_read(nothing)
     # Unless it has come, even if it ended before the page saw it run.
     phone.hold("start").start().take_held().abort()

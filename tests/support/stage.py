@@ -326,9 +326,12 @@ class Phone:
         main = self.page.locator("main")
 
         def is_drawn() -> bool:
-            found = main.get_attribute("data-view") == state
+            shown = main.text_content() or ""
             if start:  # it may be folded away
-                found = members["message"] in (main.text_content() or "")
+                found = members["message"] in shown
+            else:
+                found = main.get_attribute("data-view") == state
+                found = found and members.get("name", "") in shown
             if not found:  # a poll that is under way brings what was told before
                 self.look()
             return found
