@@ -72,7 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # By module: how many of xdist's workers run its tests. Each starts a browser, or builds
 # a program.
 WORKERS = {"test_page": 4, "test_install": 4}
-# What mostly waits comes first, beside what does not.
+# Modules whose tests mostly wait: they begin while others keep the processors busy.
 WAITS = "test_check", "test_start", "test_unlock", "test_watch"
 
 

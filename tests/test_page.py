@@ -74,7 +74,7 @@ def new_phone(chromium: Browser) -> Iterator[NewPhone]:
     phones: list[Phone] = []
 
     def make(client: Client, **options: Any) -> Phone:
-        quiet = {"reduced_motion": "reduce"} | options  # motion takes a processor
+        quiet = {"reduced_motion": "reduce"} | options  # animations take a processor
         page = chromium.new_page(has_touch=True, is_mobile=True, **quiet)
         phones.append(Phone(page, client).resize(320, 640))
         return phones[-1]

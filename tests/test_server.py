@@ -1139,7 +1139,7 @@ def test_a_wrong_image_is_never_put_in_place(server: Server) -> None:
 
     fails(SPOILED, *WRONG)
     fails(": >cryptroot/crypttab", "has no line for vda2_crypt")
-    # A full disk, say, has left a key that is empty everywhere.
+    # As a full disk may leave it: empty on the server, and then in the image.
     name = "dropbear_ed25519_host_key"
     key = server.path(f"{DROPBEAR}/{name}").read_bytes()
     fails(f": >{DROPBEAR}/{name} >etc/dropbear/{name}", f"{name} differs")
