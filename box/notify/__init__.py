@@ -40,7 +40,8 @@ TOPIC: Final = r"https?://[^/:?#][^?#]*/[^?#]+([?#].*)?"  # not only a host's na
 
 def find_files() -> list[Path]:
     """Return what is here of an installation, even of one that was interrupted."""
-    files = URL_FILE, PROGRAM, UNITS / SERVICE, UNITS / TIMER
+    # The timer goes first, so that there is never one without its service.
+    files = UNITS / TIMER, UNITS / SERVICE, PROGRAM, URL_FILE
     return [path for file in files for path in (new_name(file), file) if path.exists()]
 
 
@@ -81,13 +82,20 @@ def ask_for_url() -> str:
     return url
 
 
+def stop() -> None:
+    """Let no check run, and no other begin. Raises: Failed, OSError."""
+    if UNITS.joinpath(TIMER).exists():
+        now = ["--now"] if is_booted(SYSTEMD) else []
+        run(["systemctl", "disable", "--quiet", *now, TIMER])
+        if now:
+            run(["systemctl", "stop", SERVICE])
+
+
 def install() -> None:
     """Send messages from now on. Raises: Refused, Failed, OSError."""
     check_place()
     url = ask_for_url()
-    if UNITS.joinpath(TIMER).exists():  # no check may run with old and new files mixed
-        run(["systemctl", "disable", "--quiet", "--now", TIMER])
-        run(["systemctl", "stop", SERVICE])
+    stop()  # no check may run with old and new files mixed
     sources = read_sources()
     for folder in (PROGRAM.parent, UNITS):
         folder.mkdir(parents=True, exist_ok=True)
@@ -119,9 +127,7 @@ def uninstall() -> None:
     files = find_files()
     if not files:
         raise Refused("the messages are not installed.")
-    if UNITS.joinpath(TIMER).exists():
-        now = ["--now"] if is_booted(SYSTEMD) else []
-        run(["systemctl", "disable", "--quiet", *now, TIMER])
+    stop()  # a check that begins now would make its state anew
     shutil.rmtree(STATE, ignore_errors=True)
     if STATE_LINK.is_symlink():
         STATE_LINK.unlink()
