@@ -438,6 +438,7 @@ def test_nothing_is_written_unless_the_preparation_has_succeeded(home: Home) -> 
     shown = home.prepare(fails=True)
     assert "waker-end" in shown
     home.assert_untouched(shown)
+    home.assert_untouched(home.prepare("--undo", fails=True))
 
     for program in (STAND_IN, PREPARE):  # which refuses this computer, or asks
         home.pack(program)

@@ -1147,8 +1147,9 @@ def test_a_wrong_image_is_never_put_in_place(server: Server) -> None:
     # modinfo knows no such module, and calls it missing.
     server.set(drivers="eth0 /lib/modules/missing\n")
     fails("", "it has no driver missing")
-    server.spoil(EARLY)
     server.write(f"{DROPBEAR}/dropbear.conf", "")  # its owner may have emptied it
+    fails("echo old >etc/dropbear/dropbear.conf", "dropbear.conf differs")
+    server.spoil(EARLY)
     assert "The server is prepared." in server.prepare()
 
     before = server.run(f"sha256sum <{image}")
@@ -1199,13 +1200,23 @@ def test_every_kernels_image_is_built_and_the_newest_first(server: Server) -> No
 
 def test_a_build_that_fails_leaves_no_file(tmp_path: Path) -> None:
     """It could fill /boot, so that apt cannot build another image either."""
+    called = "echo $*, hooks: $NO_POST_UPDATE_HOOKS"
+    script = f'#!/bin/sh\n{called}\necho part >"$2"\nexit 1\n'
     for name in ("mkinitramfs", "dracut", "dropbearkey"):
-        (tmp_path / name).write_text('#!/bin/sh\necho part >"$2"\nexit 1\n')
+        (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
-    for builder in ("initramfs-tools", "dracut"):
+    asked = {
+        "initramfs-tools": "-o image 6.1, hooks:\n",
+        "dracut": "--force image 6.1, hooks: 1\n",
+    }
+    for builder, call in asked.items():
         build = ["sh", f"{CHECKOUT}/server/{builder}/build", "image", "6.1"]
         path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-        assert subprocess.run(build, env=path, cwd=tmp_path, check=False).returncode
+        ended = subprocess.run(
+            build, env=path, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode
+        assert ended.stdout.endswith(call)
         assert not (tmp_path / "image").exists()
 
 
@@ -1232,13 +1243,14 @@ def test_the_kept_image_is_removed_with_its_kernel(server: Server) -> None:
     assert "Nothing was changed" in server.prepare()
 
 
-def test_the_hook_adds_what_the_cards_bus_needs(server: Server) -> None:
-    server.prepare()
-    functions = 'manual_add_modules() { :; }\nsys_walk_mod_add() { echo "$1"; }\n'
+def test_the_hook_adds_the_drivers_of_card_and_bus(server: Server) -> None:
+    server.set(drivers="eth0 /lib/modules/card /lib/modules/phy\n")
+    server.prepare(check=False)  # there are no such modules
+    functions = 'manual_add_modules() { echo "$@"; }\nsys_walk_mod_add() { echo $1; }\n'
     server.write("/usr/share/initramfs-tools/hook-functions", functions)
     device = "/sys/class/net/eth0/device"
     server.run(f"mount -t tmpfs none /sys/class/net; mkdir -p {device}")
-    assert server.run("/etc/initramfs-tools/hooks/waker") == f"{device}\n"
+    assert server.run("/etc/initramfs-tools/hooks/waker") == f"card phy\n{device}\n"
 
 
 def test_the_hook_lets_tries_of_the_owners_own_stay(server: Server) -> None:
@@ -1312,6 +1324,16 @@ def test_dracuts_image_assembles_the_arrays_of_the_root_alone(server: Server) ->
     commands = "mdadm() { echo asked $*; cat mdadm; }; print_arrays"
     assert run_module(server, commands, ON_RAID["disks"]) == f"rd.md.uuid={uuid}\n"
     assert run_module(server, commands, ON_LVM["disks"]) == ""
+
+
+def test_dracuts_image_has_roots_login_shell(server: Server) -> None:
+    """Without it, sshd refuses root."""
+    server.write("/etc/passwd", "root:x:0:0:root:/root:/usr/bin/fish\nsshd:x:1:1\n")
+    server.write("/etc/initrd-ssh/host_key", "x")
+    install = "inst_multiple() { echo $*; }; inst_simple() { :; }; SYSTEMCTL=:; install"
+    said = run_module(server, f"initdir=$PWD/image; {install}", ON_LVM["disks"])
+    assert "-o bash /usr/bin/fish\n" in said
+    assert server.run("cat image/etc/passwd") == "sshd:x:1:1\n"
 
 
 def test_dracuts_module_refuses_an_image_that_nobody_can_unlock(server: Server) -> None:

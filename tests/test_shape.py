@@ -148,8 +148,10 @@ def test_the_program_and_its_units_agree() -> None:
     values = dict(re.findall(r"(?m)^(\w+)=(.*)$", unit))
     assert values["RestartPreventExitStatus"] == str(os.EX_CONFIG)
     assert (values["Restart"], values["OOMPolicy"]) == ("on-failure", "continue")
+    assert int(values["RestartSec"]) > 2  # systemd gives up after five starts in 10 s
     stop = values["TimeoutStopSec"]
     assert int(stop) > 90 + 5  # a process that unlocks is killed then
+    assert values["KillMode"] == "mixed"  # only the daemon gets SIGTERM
     assert f"term_timeout {stop} " in CHECKOUT.joinpath("waker.init").read_text()
     passed = re.findall(r"(?m)^LoadCredential=(.*):/etc/waker/\1$", unit)
     given = re.findall("SetCredential=(.*?):", unit)
