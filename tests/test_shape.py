@@ -14,6 +14,7 @@ from conftest import CHECKOUT, MACHINE, daemon, run_waker
 from machine import Machine
 
 import waker
+from box import notify
 
 SOURCE = CHECKOUT.joinpath("waker.py").read_text()
 TREE = ast.parse(SOURCE)
@@ -148,6 +149,7 @@ def test_the_program_and_its_units_agree() -> None:
     values = dict(re.findall(r"(?m)^(\w+)=(.*)$", unit))
     assert values["RestartPreventExitStatus"] == str(os.EX_CONFIG)
     assert (values["Restart"], values["OOMPolicy"]) == ("on-failure", "continue")
+    assert values["WantedBy"] == "multi-user.target"  # it starts when the box does
     assert int(values["RestartSec"]) > 2  # systemd gives up after five starts in 10 s
     stop = values["TimeoutStopSec"]
     assert int(stop) > 90 + 5  # a process that unlocks is killed then
@@ -156,6 +158,11 @@ def test_the_program_and_its_units_agree() -> None:
     passed = re.findall(r"(?m)^LoadCredential=(.*):/etc/waker/\1$", unit)
     given = re.findall("SetCredential=(.*?):", unit)
     assert passed == given == ["waker.env", "ssh_key"]
+
+    unit = CHECKOUT.joinpath("box/notify/waker-notify.service").read_text()
+    passed = re.findall(r"(?m)^LoadCredential=(.*):/etc/waker/\1$", unit)
+    assert passed == re.findall(r"%d/(\S+)", unit) == ["waker.env", "notify_url"]
+    assert f"\nStateDirectory={notify.STATE.name}\n" in unit
 
 
 def test_its_version_is_the_newest_that_was_released() -> None:
