@@ -486,6 +486,7 @@ def test_files_that_replace_the_boxs_own_leave_their_folder(box: Box) -> None:
         for n in (KEY, PUBLIC, SETTINGS)
     }
     shown = box.install("--from /boot/new")
+    assert "\n    delete /boot/new/ssh_key\n" in shown
     assert re.search("(?m)^WRONG +SSH key", shown)
     assert "waker answers on port" in shown
     assert box.run("ls /boot/new; systemctl is-enabled waker") == "enabled\n"

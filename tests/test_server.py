@@ -655,7 +655,11 @@ def test_it_shows_what_it_will_do_and_asks(server: Server) -> None:
     assert "\nWARNING: the driver of eth0 offers no Wake-on-LAN.\n" in result
     assert "\nPut these lines into waker.env:\nWAKER_HOMELAB_MAC=" in result
     server.write("/usr/sbin/ethtool", WAKES, 0o755)
-    assert "WARNING" not in server.prepare()
+    by_dhcp = '"scope":"global","dynamic":true'
+    server.set(links=probed()["links"].replace('"scope":"global"', by_dhcp))
+    said = server.prepare()
+    assert "WARNING" not in said
+    assert "\nTO DO: reserve 192.168.1.20 for 52:54:00:12:34:56 in your r" in said
     assert f"\n    take waker's key out of {KEYS}\n" in server.undo()
 
 
@@ -1029,6 +1033,10 @@ def test_undo_removes_packages_but_not_what_opens_the_disk(server: Server) -> No
     server.write("/etc/initrd-ssh/host_key.pub", "x")  # of dracut's module
     interrupted = "/^Package: ethtool$/,/^Version/s/ok installed/ok unpacked/"
     server.run(f"sed -i '{interrupted}' /var/lib/dpkg/status")
+    known = (server.folder / "probed/packages").read_text()
+    server.set(packages=f"{known}linux-image-6.9 install unpacked\n")
+    assert "linux-image-6.9 is half installed" in server.undo(check=False)
+    server.set(packages=known)
     said = server.undo()
     assert "Left: /etc/initrd-ssh/host_key.pub." in said
     for name in needed:
