@@ -360,10 +360,11 @@ def test_an_upgrade_keeps_settings_and_restarts_what_was_running(box: Box) -> No
     box.run("systemctl stop waker2; touch /run/waker2.crashed")  # it would restart soon
     assert "waker2 answers on port" in box.install()
     # A stopped service is not started, nor a disabled one enabled.
-    box.run("systemctl stop waker2; systemctl disable waker")
-    _, stopped = pids(box)
-    box.install()
-    assert pids(box)[1] == stopped
+    box.run("systemctl stop waker2; systemctl stop waker; systemctl disable waker")
+    stopped = pids(box)
+    by_hand = "    sudo systemctl enable waker\n    sudo systemctl restart waker\n"
+    assert box.install().endswith(f"    sudo waker check\n{by_hand}")
+    assert pids(box) == stopped
     assert not [name for name in box.installed() if "wants" in name]
 
 
