@@ -300,6 +300,10 @@ def test_install_asks_on_a_terminal_and_uninstall_removes_everything(
     assert box.notify("uninstall").stdout.startswith(STOPPED)
     assert box.installed() == {}
     assert "not installed" in box.notify("uninstall").stderr
+    # One that was killed has left the timer: a service that has gone cannot be stopped.
+    (box.folder / "usr/local/lib/systemd/system/waker-notify.timer").touch()
+    assert "systemctl stop" not in box.notify("uninstall").stdout
+    assert box.installed() == {}
     box.url.write_text("of an installation that was killed")
     assert box.notify("uninstall").returncode == 0
     assert box.installed() == {}

@@ -1208,7 +1208,7 @@ def test_every_kernels_image_is_built_and_the_newest_first(server: Server) -> No
 
 def test_a_build_that_fails_leaves_no_file(tmp_path: Path) -> None:
     """It could fill /boot, so that apt cannot build another image either."""
-    called = "echo $*, hooks: $NO_POST_UPDATE_HOOKS"
+    called = "echo $*, hooks: $NO_POST_UPDATE_HOOKS"  # what build asks for
     script = f'#!/bin/sh\n{called}\necho part >"$2"\nexit 1\n'
     for name in ("mkinitramfs", "dracut", "dropbearkey"):
         (tmp_path / name).write_text(script)

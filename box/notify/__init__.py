@@ -40,8 +40,7 @@ TOPIC: Final = r"https?://[^/:?#][^?#]*/[^?#]+([?#].*)?"  # not only a host's na
 
 def find_files() -> list[Path]:
     """Return what is here of an installation, even of one that was interrupted."""
-    # The timer goes first, so that there is never one without its service.
-    files = UNITS / TIMER, UNITS / SERVICE, PROGRAM, URL_FILE
+    files = URL_FILE, PROGRAM, UNITS / SERVICE, UNITS / TIMER
     return [path for file in files for path in (new_name(file), file) if path.exists()]
 
 
@@ -84,11 +83,11 @@ def ask_for_url() -> str:
 
 def stop() -> None:
     """Let no check run, and no other begin. Raises: Failed, OSError."""
+    now = ["--now"] if is_booted(SYSTEMD) else []
     if UNITS.joinpath(TIMER).exists():
-        now = ["--now"] if is_booted(SYSTEMD) else []
         run(["systemctl", "disable", "--quiet", *now, TIMER])
-        if now:
-            run(["systemctl", "stop", SERVICE])
+    if now and UNITS.joinpath(SERVICE).exists():
+        run(["systemctl", "stop", SERVICE])
 
 
 def install() -> None:
