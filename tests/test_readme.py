@@ -26,12 +26,12 @@ README, API = PAGES[FILES[0]], PAGES[CHECKOUT / "docs/api.md"]
 INTEGRATIONS = "docs/integrations.md"
 
 
-def test_it_is_short_and_counts_the_lines_that_it_asks_to_read() -> None:
-    assert len(README.splitlines()) <= 150
-    (counts,) = re.findall(r"both files, ([\d,]+) and ([\d,]+) lines", README)
-    files = [CHECKOUT / "waker.py", CHECKOUT / "ui.html"]
-    lengths = [len(file.read_text().splitlines()) for file in files]
-    assert [int(count.replace(",", "")) for count in counts] == lengths
+def test_it_is_short_and_says_about_how_much_there_is_to_read() -> None:
+    assert len(README.splitlines()) <= 160
+    (counts,) = re.findall(r"both files, about ([\d,]+) and ([\d,]+) lines", README)
+    for name, count in zip(("waker.py", "ui.html"), counts, strict=True):
+        length = len(CHECKOUT.joinpath(name).read_text().splitlines())
+        assert int(count.replace(",", "")) == pytest.approx(length, rel=0.05)
 
 
 def mistakes(file: Path) -> list[str]:
