@@ -26,7 +26,7 @@ from homelab import MAC, Homelab, Settings
 
 import waker
 
-pytest_plugins = ["machine", "namespaces"]  # which have fixtures
+pytest_plugins = ["machine", "namespaces", "simulated"]  # which have fixtures
 # The options and variables of the make that runs the tests are not for theirs.
 for variable in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "DESTDIR", "INIT", "PREFIX"):
     os.environ.pop(variable, None)
