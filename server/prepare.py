@@ -34,10 +34,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, cast
+from typing import IO, Final, NamedTuple, cast
 
 from facts import (
     Facts,
@@ -53,6 +54,7 @@ MARK: Final = "# Written by waker's prepare.py. `waker prepare --undo` removes i
 RECORD: Final = Path("/var/lib/waker-prepare/record.json")
 UNFINISHED: Final = RECORD.with_name("unfinished")  # is there during a run
 IMAGES: Final = RECORD.with_name("images")  # where new ones are built
+LOCK: Final = Path("/run/waker-prepare.lock")  # of the one run
 MODULES: Final = Path("/usr/lib/dracut/modules.d")
 MENU: Final = "/boot/grub/custom.cfg"  # GRUB's own menu reads it
 ENTRY: Final = "The initrd from before waker"
@@ -71,6 +73,7 @@ APT: Final = (
 )
 # Never remove these: the disk, or a login, may depend on them.
 NEEDED: Final = "cryptsetup.*|dracut(-core)?|initramfs.*|openssh.*|systemd.*"
+UNCHANGED: Final = "Nothing was changed on this server:"
 HALF_DONE: Final = """\
 This is half done. Before you restart the server, run the same command again, or undo
 it. (If it does not boot, use the kept image, /boot/initrd.img-….before-waker.)"""
@@ -251,6 +254,27 @@ def read_files(builder: str) -> dict[str, str]:
             if path.is_file():
                 files[str(target / path.relative_to(folder))] = path.read_text()
     return files
+
+
+def take_lock() -> IO[str]:
+    """Let no second run begin until the file is closed. Raises Refused.
+
+    Only root can open it. Nobody removes it, or two runs could each lock another file.
+    """
+    try:
+        lock = os.fdopen(os.open(LOCK, os.O_RDWR | os.O_CREAT, 0o600), "r+")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Refused(
+            "`waker prepare` is at work on it. Wait until that ends, and run this"
+            " again. If nobody can answer its question any more, end it there as root:"
+            f" kill {read(LOCK)}"
+        ) from None
+    except OSError as error:
+        raise Refused(f"{LOCK}: {error.strerror}.") from None
+    lock.truncate()
+    print(os.getpid(), file=lock, flush=True, end="")
+    return lock
 
 
 def is_locked() -> bool:
@@ -541,7 +565,8 @@ def replace_image(kernel: str, needs: Needs) -> None:
     # Elsewhere, because nobody knows how large it will be, and /boot may be small.
     shutil.rmtree(IMAGES, ignore_errors=True)
     IMAGES.mkdir(mode=0o700)
-    new = IMAGES / image.name
+    # In a new folder: if a run was killed, its builder may still write to the old one.
+    new = Path(tempfile.mkdtemp(dir=IMAGES), image.name)
     run("sh", str(HERE / needs.builder / "build"), str(new), kernel)
     if wrong := examine(str(new), kernel, needs):
         raise Failed(f"the new {image} is not used: {'; '.join(wrong)}.")
@@ -775,13 +800,9 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    options = parse_arguments()
-    os.environ |= ENVIRONMENT
-    os.umask(0o022)
+def carry_out_command(options: argparse.Namespace) -> None:
+    """Prepare the server, or undo that. If it fails, exit and say what to do."""
     try:
-        if os.geteuid():
-            raise Refused("run it as root, with sudo or su.")
         wait_for_packages()
         probed = probe_all(options.ssh_connection.partition(" ")[0])
         if options.undo:
@@ -789,14 +810,28 @@ def main() -> None:
         else:
             prepare(probed, options)
     except Refused as error:
-        problem = f"Nothing was changed on this server: {error}"
+        problem = f"{UNCHANGED} {error}"
     except (Failed, OSError, KeyboardInterrupt) as error:
         problem = f"FAILED: {str(error) or 'stopped.'}"
     else:
         return
-    if os.geteuid() == 0 and UNFINISHED.exists():
+    if UNFINISHED.exists():
         problem += f"\n{HALF_DONE}"
     sys.exit(problem)
+
+
+def main() -> None:
+    options = parse_arguments()
+    os.environ |= ENVIRONMENT
+    os.umask(0o022)
+    try:
+        if os.geteuid():
+            raise Refused("run it as root, with sudo or su.")
+        lock = take_lock()
+    except Refused as error:
+        sys.exit(f"{UNCHANGED} {error}")
+    with lock:
+        carry_out_command(options)
 
 
 if __name__ == "__main__":

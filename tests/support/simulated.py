@@ -30,6 +30,7 @@ for place in etc usr var; do
     mount -t overlay none /$place -o $layers
 done
 mount -t tmpfs -o size=100M none /boot
+mount -t tmpfs none /run
 touch cmdline
 mount --bind cmdline /proc/cmdline
 mkdir -p /etc/dropbear/initramfs
