@@ -5,7 +5,7 @@ Pure. Whatever waker could not unlock later is refused here, before anything is 
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import IPv4Interface
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -14,13 +14,31 @@ PACKAGES: Final = {
     "dracut": ("dracut-network", "openssh-server", "ethtool"),
     "initramfs-tools": ("cryptsetup-initramfs", "dropbear-initramfs", "ethtool"),
 }
+# Without any of these modules, dracut leaves out ours. Each was tried with dracut 106.
+NEEDED_MODULES: Final = (
+    *("bash", "crypt", "dm", "initrd-ssh", "initrd-ssh-last", "kernel-network-modules"),
+    *("net-lib", "rootfs-block", "systemd", "systemd-ask-password"),
+    *("systemd-cryptsetup", "systemd-networkd", "systemd-sysusers"),
+)
 # The option in crypttab with which a disk that / does not need is opened in the initrd.
 ATTACH: Final = {"dracut": "x-initrd.attach", "initramfs-tools": "initramfs"}
+# Debian's keyscripts that ask a person. (decrypt_derived and passdev do not.)
+ASKING_SCRIPTS: Final = (
+    *("decrypt_gnupg", "decrypt_gnupg-sc", "decrypt_keyctl", "decrypt_opensc"),
+    "decrypt_ssl",
+)
+CLEVIS: Final = {"clevis-dracut", "clevis-initramfs"}  # opens disks in the initrd
 NOT_LUKS: Final = ("keyscript=", "plain", "tcrypt", "bitlk")  # how such options begin
 TRUE: Final = ("1", "yes", "y", "true", "t", "on")  # for systemd
 # How Debian's initrd is told to ask for an address; how not to.
 ASKING: Final = ("", "on", "any", "all", "dhcp", "bootp", "both", "rarp")
 FIXED: Final = ("", "off", "none", "static")
+TOO_COMPLEX: Final = {  # interfaces, by their kind for `ip`
+    "bond": "a bond",
+    "openvswitch": "Open vSwitch",
+    "team": "a team",
+    "vlan": "a VLAN",
+}
 TOKENS: Final = {  # in a LUKS header, by systemd-cryptenroll: what a person must have
     "systemd-fido2": "a FIDO2 security key",
     "systemd-pkcs11": "a PKCS#11 smart card",
@@ -69,7 +87,7 @@ class Facts(NamedTuple):
 
     builder: str  # of the initrd: dracut or initramfs-tools
     disks: list[str]  # that ask for a passphrase in the initrd
-    tpm_disks: list[str]  # of those, which a TPM opens
+    helpers: dict[str, str]  # what opens some of those by itself
     card: Card
     ports: Ports
     own_ip: str  # the owner's setting for the initrd's address, or ""
@@ -77,6 +95,43 @@ class Facts(NamedTuple):
     missing: list[str]  # packages
     kernels: list[str]  # from the oldest to the newest
     kept: str  # the kernel whose image is kept
+
+
+# ---- What rules a server out ---------------------------------------------------------
+# Each row: a probe, how a line of it begins that rules a server out, and what to say.
+
+# An undo needs these, too. A half-installed kernel may be started without an initrd.
+NOT_NOW: Final = {
+    r"packages: ((?:linux-(?:image|modules)|(?:proxmox|pve)-kernel)-\S+) \S+ "
+    r"(?:unpacked|half-\S+|triggers-\S+)$": (
+        "{} is half installed. First run `dpkg --configure -a`."
+    ),
+    "boot: unmounted": "/boot is not mounted, although it is in /etc/fstab. Mount it.",
+}
+READ_ONLY: Final = {
+    "boot: read-only": "/boot cannot be written. Is it mounted read-only?",
+}
+UNFIT: Final = {
+    "init: none": "it does not run systemd, which must keep Wake-on-LAN on.",
+    r"boot_loader: (?!GRUB)(\S.*)": (
+        "it does not boot with GRUB, which is all that waker knows, but with {}."
+    ),
+    "packages: tinyssh-initramfs (?:install|hold) ": (
+        "waker cannot use tinyssh. Remove the package tinyssh-initramfs."
+    ),
+    "file_systems: zfs": (
+        "it uses ZFS. waker can neither unlock that, nor find LUKS disks below it."
+    ),
+    "disks: nbd|.* iscsi": "its disk is on the network, which the initrd takes down.",
+}
+
+
+def check(probed: Probed, rules: Mapping[str, str]) -> None:
+    """Refuse what a rule rules out."""
+    for sign, problem in rules.items():
+        probe, _, pattern = sign.partition(": ")
+        if found := re.search(f"(?m)^(?:{pattern})", probed[probe]):
+            raise Refused(problem.format(*found.groups()))
 
 
 # ---- Packages and kernels ------------------------------------------------------------
@@ -87,19 +142,10 @@ def find_builder(probed: Probed) -> str:
         raise Refused("it is neither Debian nor one of its relatives.")
     # After an interruption, a package that is wanted may not be installed.
     wanted = re.findall(r"(?m)^(\S+) (?:install|hold) ", probed["packages"])
-    if "tinyssh-initramfs" in wanted:
-        raise Refused("waker cannot use tinyssh. Remove the package tinyssh-initramfs.")
     for builder in PACKAGES:
         if builder in wanted:
             return builder
     raise Refused("neither initramfs-tools nor dracut builds its initrd.")
-
-
-def check_kernels(probed: Probed) -> None:
-    """Refuse a kernel that is half installed: GRUB could start it without an initrd."""
-    half = r"(?m)^(linux-image-\S+) \S+ (?:unpacked|half-\S+|triggers-\S+)$"
-    if found := re.search(half, probed["packages"]):
-        raise Refused(f"{found[1]} is half installed. First run `dpkg --configure -a`.")
 
 
 def find_kept(probed: Probed, kernels: Sequence[str]) -> str:
@@ -118,11 +164,38 @@ def find_kept(probed: Probed, kernels: Sequence[str]) -> str:
     return running if running in with_image else with_image[-1]
 
 
+def check_modules(probed: Probed) -> None:
+    """Refuse settings of dracut's that leave out a module that ours needs."""
+    files = [line.split() for line in probed["left_out"].splitlines()]
+    for name in files[-1] if files else []:  # the last one has the last word
+        if name in NEEDED_MODULES:
+            file = next(file for file, *names in files if name in names)
+            raise Refused(f"{file} makes dracut omit {name}, which waker needs.")
+
+
+def list_installed(probed: Probed) -> list[str]:
+    return re.findall(r"(?m)^(\S+) \S+ installed$", probed["packages"])
+
+
+def find_missing(probed: Probed, builder: str) -> list[str]:
+    """Name the packages to install."""
+    names = [*PACKAGES[builder]]
+    if builder == "dracut" and not probed["systemd_cryptsetup"]:
+        names.append("systemd-cryptsetup")
+    installed = list_installed(probed)
+    return [name for name in names if name not in installed]
+
+
 # ---- Disks ---------------------------------------------------------------------------
 
 
 def asks(disk: Disk) -> bool:
     return disk.key in ("none", "-")
+
+
+def read_options(disk: Disk) -> dict[str, str]:
+    """Return the values of a disk's options, "" for those that have none."""
+    return dict(option.partition("=")[::2] for option in disk.options)
 
 
 def parse_crypttab(text: str) -> dict[str, Disk]:
@@ -138,17 +211,42 @@ def parse_crypttab(text: str) -> dict[str, Disk]:
 
 def find_root_disks(probed: Probed) -> list[str]:
     """Name the encrypted disks that / needs."""
-    if "zfs" in probed["file_systems"]:
-        raise Refused("it uses ZFS, which waker cannot unlock.")
     layers = [line.split() for line in probed["disks"].splitlines()]
-    if any("iscsi" in layer or layer[0].startswith("nbd") for layer in layers):
-        raise Refused("its disk is on the network, which the initrd takes down.")
     names = [layer[0] for layer in layers if "crypt" in layer[1:]]
     if not names:
         raise Refused("the disk with / is not encrypted. There is nothing to unlock.")
     if " crypt" in probed["boot_disks"]:
         raise Refused("/boot is encrypted: GRUB asks too early. Move it out of LUKS.")
     return [*dict.fromkeys(names)]
+
+
+def asks_in_initrd(disk: Disk, builder: str) -> bool:
+    """Return whether a disk that / does not need asks. Refuse one that asks later.
+
+    What a keyscript opens does not ask. Only Debian's own initrd runs keyscripts, and
+    without `initramfs`, systemd asks in their place.
+    """
+    script, attach = read_options(disk).get("keyscript", ""), ATTACH[builder]
+    is_early = attach in disk.options
+    if not is_early and {"noauto", "nofail"} & {*disk.options}:
+        return False
+    if Path(script).name in ASKING_SCRIPTS:
+        raise Refused(
+            f"the keyscript {script} asks for the passphrase of {disk.name}, and waker"
+            " cannot answer it. Remove it: waker answers for each disk."
+        )
+    if script and builder == "dracut":
+        raise Refused(
+            f"{disk.name} asks at the screen: neither dracut nor systemd runs its"
+            " keyscript. Use a key file, nofail or noauto in /etc/crypttab."
+        )
+    if (asks(disk) or script) and not is_early:
+        raise Refused(
+            f"{disk.name} may ask at the screen later, even with a TPM, Clevis or a"
+            f" keyscript. In /etc/crypttab, add {attach} to its options (the initrd"
+            " opens it), or nofail or noauto (nothing waits for it)."
+        )
+    return asks(disk) and not script
 
 
 def find_disks(probed: Probed, builder: str) -> list[Disk]:
@@ -162,20 +260,12 @@ def find_disks(probed: Probed, builder: str) -> list[Disk]:
         if not asks(disk) or any(o.startswith(NOT_LUKS) for o in disk.options):
             raise Refused(f"a key file or keyscript opens {name}, or it is not LUKS.")
         disks.append(disk)
-    for disk in filter(asks, table.values()):
-        if ATTACH[builder] in disk.options:
-            disks.append(disk)
-        elif not {"noauto", "nofail"} & {*disk.options}:
-            raise Refused(
-                f"{disk.name} asks at the screen later. See docs/server.md, or add"
-                f" {ATTACH[builder]} to its options in /etc/crypttab."
-            )
-    return disks
+    return disks + [d for d in table.values() if asks_in_initrd(d, builder)]
 
 
 def list_tokens(disk: Disk) -> list[Token]:
     """List the tokens that the options of a disk name."""
-    values = dict(option.partition("=")[::2] for option in disk.options)
+    values = read_options(disk)
     tokens: list[Token] = []
     if "fido2-device" in values:
         tokens.append({"type": "systemd-fido2"})
@@ -199,26 +289,51 @@ def check_options(probed: Probed, disks: Sequence[Disk]) -> None:
                 raise Refused(f"{disk.name} has the option {option}. Remove that.")
 
 
+def read_headers(probed: Probed) -> dict[str, list[Token]]:
+    """Return the tokens in LUKS headers, for the disks whose header can be read."""
+    headers: dict[str, list[Token]] = {}
+    for line in probed["tokens"].splitlines():
+        name, _, text = line.partition(" ")
+        if text:
+            headers[name] = [*json.loads(text).get("tokens", {}).values()]
+    return headers
+
+
+def find_helpers(probed: Probed, disks: Sequence[Disk]) -> dict[str, str]:
+    """Find disks that Clevis or Mandos opens; returns which by the disk's name."""
+    installed, headers = list_installed(probed), read_headers(probed)
+    helpers: dict[str, str] = {}
+    for disk in disks:
+        kinds = [token["type"] for token in headers.get(disk.name, [])]
+        if "mandos-client" in installed:
+            helpers[disk.name] = "Mandos"
+        elif "clevis" in kinds and CLEVIS & {*installed}:
+            helpers[disk.name] = "Clevis"
+    return helpers
+
+
 def find_tpm_disks(probed: Probed, disks: Sequence[Disk]) -> list[str]:
     """Find disks that systemd opens with a TPM. Refuse what needs a person there.
 
     waker has the passphrase alone: systemd would ask for a PIN in another way.
     """
-    headers = dict(line.split(" ", 1) for line in probed["tokens"].splitlines())
+    headers = read_headers(probed)
     found: list[str] = []
     for disk in disks:
-        if not headers.get(disk.name):
+        if disk.name not in headers:
+            if "header" in read_options(disk):
+                raise Refused(
+                    f"{disk.name} has a detached header. waker cannot read it."
+                )
             problem = f"the LUKS header of {disk.name} cannot be read."
             raise Refused(f"{problem} Install cryptsetup, and open the disk.")
-        header = json.loads(headers[disk.name])
-        tokens = [*header.get("tokens", {}).values(), *list_tokens(disk)]
-        for token in tokens:
+        for token in headers[disk.name] + list_tokens(disk):
             kind = token["type"]
             if kind == "systemd-tpm2" and not token.get("tpm2-pin"):
                 found.append(disk.name)
             elif kind in TOKENS:
                 raise Refused(f"{disk.name} asks for {TOKENS[kind]} at the server.")
-    return [*dict.fromkeys(found)]
+    return found
 
 
 # ---- Network -------------------------------------------------------------------------
@@ -241,12 +356,35 @@ def find_drivers(probed: Probed) -> dict[str, list[str]]:
     return drivers
 
 
+def find_kind(link: Link) -> str:
+    """Return the kind of a virtual interface, "" for others. Refuse some."""
+    kind: str = link.get("linkinfo", {}).get("info_kind", "")
+    if kind in TOO_COMPLEX:
+        what = f"{link['ifname']} is {TOO_COMPLEX[kind]}"
+        raise Refused(f"{what}, which the initrd cannot use.")
+    return kind
+
+
 def find_only_card(bridge: str, cards: Iterable[str], links: dict[str, Link]) -> str:
     """Return the one physical card in a bridge."""
-    found = [n for n in cards if links.get(n, {}).get("master") == bridge]
-    if len(found) != 1:
-        raise Refused(f"the bridge {bridge} has {len(found)} physical cards, not 1.")
-    return found[0]
+    members = [n for n, link in links.items() if link.get("master") == bridge]
+    found = [name for name in members if name in cards]
+    if len(found) == 1:
+        return found[0]
+    for name in members:
+        find_kind(links[name])
+    raise Refused(f"the bridge {bridge} has {len(found)} physical cards, not 1.")
+
+
+def find_cable(probed: Probed, links: dict[str, Link]) -> str:
+    """Name a card that could be used instead of Wi-Fi, or return ""."""
+    for name in find_drivers(probed):
+        link = links.get(name, {})
+        is_up = "LOWER_UP" in link.get("flags", []) and link["link_type"] == "ether"
+        has_address = any(a["family"] == "inet" for a in link.get("addr_info", []))
+        if is_up and has_address and f"/{name}/phy80211" not in probed["wifi"]:
+            return name
+    return ""
 
 
 def find_card(probed: Probed, wanted: str) -> Card:
@@ -259,10 +397,12 @@ def find_card(probed: Probed, wanted: str) -> Card:
     if interface not in links:
         raise Refused(f"it has no card {interface}. It has {', '.join(drivers)}.")
     interface = card = links[interface].get("master", interface)
-    if links[interface].get("linkinfo", {}).get("info_kind") == "bridge":
+    if find_kind(links[interface]) == "bridge":
         card = find_only_card(interface, drivers, links)
     if f"/{card}/phy80211" in probed["wifi"]:
-        raise Refused(f"{card} is Wi-Fi. Waking and unlocking need a cable.")
+        cable = find_cable(probed, links)
+        hint = f" Use the one in {cable}: --interface {cable}." if cable else ""
+        raise Refused(f"{card} is Wi-Fi. Waking and unlocking need a cable.{hint}")
     if card not in drivers or links[card]["link_type"] != "ether":
         raise Refused(f"{card} is not a physical card. Name one: --interface.")
     # The first route wins. An address that it does not use may belong to a service.
@@ -282,6 +422,15 @@ def find_card(probed: Probed, wanted: str) -> Card:
         router=route.get("gateway", ""),
         has_dhcp="dynamic" in addresses[0],
     )
+
+
+def check_drivers(probed: Probed, card: Card) -> None:
+    """Refuse a kernel that has no driver for the card, although another one has it."""
+    for line in probed["missing_drivers"].splitlines():
+        kernel, driver = line.split()
+        if driver in card.drivers:
+            problem = f"kernel {kernel} has no driver {driver} for {card.name}"
+            raise Refused(f"{problem}: remove that kernel, or build the driver for it.")
 
 
 def check_link_mac(probed: Probed, card: Card) -> None:
@@ -327,25 +476,44 @@ def find_own_options(probed: Probed) -> str:
     return options
 
 
-def find_ports(probed: Probed, builder: str, options: str, connection: str) -> Ports:
-    """Find the ports of the system's SSH server, and of the initrd's.
+def list_ssh_ports(probed: Probed) -> list[str]:
+    return re.findall(r"(?m):([0-9]+)(?= |$)", probed["ssh_ports"])
 
-    `options` are the owner's for dropbear. `connection` is SSH_CONNECTION, whose last
-    word is the port that the box uses.
+
+def find_system_port(probed: Probed, card: Card, connection: str) -> str:
+    """Find the port of the system's SSH server, by which waker sees that it is up.
+
+    `connection` is SSH_CONNECTION, whose last word is the port that the box uses. It
+    may have come by another card, or by a tunnel.
     """
-    found = re.findall(r"(?m):([0-9]+)(?= |$)", probed["ssh_ports"])
-    found = connection.split()[3:] + found
-    if not found:  # waker sees by it that the server is up
+    found = connection.split()[3:] + list_ssh_ports(probed)
+    if not found:
         raise Refused("it has no SSH server. Install the package openssh-server.")
-    system = found[0]
+    listening = probed["listening"].replace(f"%{card.name}:", ":").split()
+    for port in found:
+        for address in ("*", "0.0.0.0", card.address.ip):  # noqa: S104 # of the server
+            if f"{address}:{port}" in listening:
+                return port
+    problem = f"nothing listens on port {found[0]} of {card.address.ip}"
+    raise Refused(
+        f"{problem}, so waker could not see that the system is up. Is there a"
+        " ListenAddress in the SSH server's configuration?"
+    )
+
+
+def find_initrd_port(probed: Probed, builder: str, options: str, system: str) -> str:
+    """Find a port for the initrd's SSH server.
+
+    `options` are the owner's for dropbear. `system` is the port of the system's server.
+    """
     if options:
         port = re.search(r"(?:^|\s)-[a-zA-Z]*?p\s*(?:\S*:)?([0-9]+)", options)
-        return Ports(system, port[1] if port else "22")
-    taken = {*found}
-    if builder == "initramfs-tools":  # dropbear may share the port by which waker looks
-        taken.remove(system)
+        return port[1] if port else "22"
+    taken = {*list_ssh_ports(probed), system}
+    if builder == "initramfs-tools":
+        taken.remove(system)  # waker can tell dropbear from it
     free = (str(port) for port in range(2222, 2300) if str(port) not in taken)
-    return Ports(system, next(free))
+    return next(free)
 
 
 # ---- All of them ---------------------------------------------------------------------
@@ -353,30 +521,32 @@ def find_ports(probed: Probed, builder: str, options: str, connection: str) -> P
 
 def understand(probed: Probed, wanted_card: str, connection: str) -> Facts:
     """Turn what was probed into facts. Raises Refused."""
+    check(probed, NOT_NOW | READ_ONLY | UNFIT)
     builder = find_builder(probed)
-    check_kernels(probed)
     disks = find_disks(probed, builder)
     card = find_card(probed, wanted_card)
-    tpm_disks: list[str] = []
+    check_drivers(probed, card)
+    system = find_system_port(probed, card, connection)
+    helpers = find_helpers(probed, disks)
     own_ip = own_options = ""
     if builder == "dracut":  # systemd asks, and knows tokens
+        check_modules(probed)
         check_options(probed, disks)
-        tpm_disks = find_tpm_disks(probed, disks)
+        helpers |= dict.fromkeys(find_tpm_disks(probed, disks), "a TPM")
     else:
         check_link_mac(probed, card)
         own_ip = find_own_ip(probed, card)
         own_options = find_own_options(probed)
-    installed = re.findall(r"(?m)^(\S+) \S+ installed$", probed["packages"])
     kernels = probed["kernels"].split()
     return Facts(
         builder=builder,
         disks=[disk.name for disk in disks],
-        tpm_disks=tpm_disks,
+        helpers=helpers,
         card=card,
-        ports=find_ports(probed, builder, own_options, connection),
+        ports=Ports(system, find_initrd_port(probed, builder, own_options, system)),
         own_ip=own_ip,
         own_options=own_options,
-        missing=[name for name in PACKAGES[builder] if name not in installed],
+        missing=find_missing(probed, builder),
         kernels=kernels,
         kept=find_kept(probed, kernels),
     )
@@ -396,7 +566,7 @@ def describe(facts: Facts) -> list[str]:
         lines.append(f"your address for the initrd, which stays: {facts.own_ip}")
     if facts.own_options:
         lines.append(f"your dropbear options, which stay: {facts.own_options}")
-    for disk in facts.tpm_disks:
-        opens = "opens by itself, with a TPM; waker is asked only if that fails"
+    for disk, helper in facts.helpers.items():
+        opens = f"opens by itself, with {helper}; waker is asked only if that fails"
         lines.append(f"{disk} {opens}")
     return lines

@@ -41,10 +41,11 @@ from pathlib import Path
 from typing import IO, Final, NamedTuple, cast
 
 from facts import (
+    NOT_NOW,
     Facts,
     Probed,
     Refused,
-    check_kernels,
+    check,
     describe,
     find_builder,
     understand,
@@ -756,7 +757,7 @@ def undo(probed: Probed, options: argparse.Namespace) -> None:
         UNFINISHED.unlink(missing_ok=True)
         print("There is nothing to undo. Nothing was changed.")
         return
-    check_kernels(probed)
+    check(probed, NOT_NOW)
     # Every disk below /, however it is opened.
     disks = dict.fromkeys(re.findall(r"(?m)^(\S+) +crypt\b", probed["disks"]))
     needs = Needs("undone", find_builder(probed), [*disks])

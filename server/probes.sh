@@ -8,6 +8,11 @@ box=${2-}
 
 system() { cat /etc/os-release; }
 
+# In Debian 13, a package of its own has it.
+systemd_cryptsetup() { ls /usr/lib/systemd/systemd-cryptsetup; }
+
+init() { [ -d /run/systemd/system ] || echo none; }
+
 # Package, whether it is wanted, whether it is installed.
 packages() { dpkg-query -Wf '${Package} ${db:Status-Want} ${db:Status-Status}\n'; }
 
@@ -20,6 +25,14 @@ disks() {
     for folder in / /usr; do
         findmnt -nvo SOURCES -T $folder | xargs -r lsblk -nlso NAME,TYPE,TRAN
     done
+}
+
+# What is wrong with /boot, to which an automount must have led.
+boot() {
+    ls /boot >/dev/null
+    findmnt --fstab /boot >/dev/null && ! findmnt --kernel /boot >/dev/null &&
+        echo unmounted
+    [ -w /boot ] || echo read-only
 }
 
 boot_disks() { findmnt -nvo SOURCES -T /boot | xargs -r lsblk -nlso NAME,TYPE,TRAN; }
@@ -60,6 +73,16 @@ drivers() {
     done
 }
 
+# Drivers of the cards that a kernel lacks: kernel, module.
+missing_drivers() {
+    for kernel in $(kernels); do
+        for module in $(drivers | sed 's/^[^ ]*//'); do
+            module=${module##*/}
+            modinfo -k "$kernel" "$module" >/dev/null || echo "$kernel $module"
+        done
+    done
+}
+
 wifi() { ls -d /sys/class/net/*/phy80211; }
 
 # Cards to which a .link file gives a MAC address: card, file, setting. (In the section
@@ -83,8 +106,11 @@ link_macs() {
 ssh_ports() {
     ss -Hltnp | sed -n '/"sshd"/s/^[^:]* \([^ ]*:[0-9]*\) .*/\1/p' |
         grep -v '^127\.\|^\[::1\]'
-    systemctl show -P Listen ssh.socket
+    ! systemctl --quiet is-active ssh.socket || systemctl show -P Listen ssh.socket
 }
+
+# Where anything listens: address and port. `*` is any address, of IPv6 and IPv4.
+listening() { ss -Hltn | awk '{ print $4 }'; }
 
 # ---- The initrd ----
 
@@ -109,6 +135,22 @@ own_options() (
     . /etc/dropbear/initramfs/dropbear.conf && echo "${DROPBEAR_OPTIONS-}"
 )
 
+# dracut's settings, in its order: a file, and the modules that are left out by then.
+left_out() {
+    # shellcheck disable=SC2016 # bash's variables
+    bash -c '
+        etc=/etc/dracut.conf.d lib=/usr/lib/dracut/dracut.conf.d
+        for file in /etc/dracut.conf $(ls $etc $lib | grep "\.conf\$" | sort -Vu); do
+            case $file in
+                /*) ;;
+                *) [ -e "$etc/$file" ] && file=$etc/$file || file=$lib/$file ;;
+            esac
+            [ ! -e "$file" ] || . "$file" >/dev/null
+            echo "$file $omit_dracutmodules"
+        done
+    '
+}
+
 # From the oldest to the newest.
 kernels() {
     linux-version list | linux-version sort | while read -r kernel; do
@@ -121,6 +163,16 @@ running() { uname -r; }
 kernel_options() { cat /proc/cmdline; }
 
 images() { ls /boot; }
+
+# What booted it, if that gives its name as systemd's Boot Loader Interface says. The
+# second name is that of a unified kernel image.
+boot_loader() {
+    for name in LoaderInfo StubInfo; do
+        variable=/sys/firmware/efi/efivars/$name-4a67b082-0a4c-41cf-b6c7-440b29bb8c4f
+        [ ! -e $variable ] || printf '%s\n' "$(tr -cd '[:print:]' <$variable)"
+    done
+    [ ! -e /etc/kernel/proxmox-boot-uuids ] || echo proxmox-boot-tool
+}
 
 grub() { cat /boot/grub/grub.cfg; }
 

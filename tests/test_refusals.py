@@ -1,8 +1,14 @@
 """What `prepare.py` refuses before it changes anything."""
 
+import json
+import re
 import subprocess
+from typing import Any
 
-from conftest import wait_for
+import pytest
+from conftest import CHECKOUT, each, wait_for
+from facts import Refused, describe
+from recorded import TABLE, find, probed
 from simulated import KEY, PROGRAM, Server
 
 LOCK = "/run/waker-prepare.lock"
@@ -32,3 +38,247 @@ def test_a_second_run_is_refused_while_one_is_at_work(server: Server) -> None:
         assert server.run(f"stat -c %a {LOCK}") == "600\n"
     server.spoil("")
     assert "The server is prepared." in server.prepare()
+
+
+# ---- On recorded servers ----
+
+
+def links_of(network: str, **changes: dict[str, Any]) -> str:
+    """Return the links of a recorded network, with changes by interface."""
+    links = {
+        link["ifname"]: link for link in json.loads(probed(network=network)["links"])
+    }
+    for name, change in changes.items():
+        links[name] = links.get(name, {}) | change
+    return json.dumps([*links.values()])
+
+
+def link_of(network: str, name: str) -> dict[str, Any]:
+    links = json.loads(probed(network=network)["links"])
+    return next(link for link in links if link["ifname"] == name)
+
+
+VMBR0 = link_of("bridge", "vmbr0")
+ROUTES = probed(network="bridge")["routes"]  # by vmbr0
+BOND = {"master": "vmbr0", "addr_info": []}
+VLAN = link_of("vlan", "vlan5") | {"ifname": "vmbr0.10"}
+CABLE = {"flags": ["LOWER_UP"], "addr_info": [{"family": "inet"}]}
+DRACUT = {"builder": "dracut"}
+OMITS = "/etc/dracut.conf \n/etc/dracut.conf.d/own.conf x crypt\n"
+DERIVED = "keyscript=/lib/cryptsetup/scripts/decrypt_derived"
+KEYCTL = "keyscript=decrypt_keyctl"
+
+
+def table(line: str) -> dict[str, str]:
+    """Return a crypttab with another disk."""
+    return {"crypttab": f"{TABLE}data UUID=x {line}\n"}
+
+
+def half(package: str) -> dict[str, str]:
+    """Return packages of which one is half installed."""
+    return {"packages": f"{package} install half-configured\n{probed()['packages']}"}
+
+
+def booted_by(name: str) -> dict[str, str]:
+    return {"boot_loader": f"{name}\n", "root": "/boot in the encrypted root"}
+
+
+# What a server has, the reason, and what the probes print.
+REFUSALS: dict[str, tuple[str, dict[str, str]]] = {
+    "sysvinit": ("it does not run systemd", {"init": "none\n"}),
+    "Proxmox's kernel": (
+        "proxmox-kernel-6.8-9 is half installed. First run `dpkg --configure -a`.",
+        half("proxmox-kernel-6.8-9"),
+    ),
+    "its old kernel": ("pve-kernel-6.2.16-3-pve is", half("pve-kernel-6.2.16-3-pve")),
+    "Ubuntu's modules": ("linux-modules-6.8.0-9 is", half("linux-modules-6.8.0-9")),
+    "a kernel without driver": (
+        "kernel 6.1.0-9 has no driver vmxnet3 for eth0: remove that kernel, or build",
+        {"missing_drivers": "6.1.0-9 vmxnet3\n"},
+    ),
+    "omit_dracutmodules": (
+        "/etc/dracut.conf.d/own.conf makes dracut omit crypt, which waker needs",
+        DRACUT | {"left_out": OMITS},
+    ),
+    "/boot not mounted": (
+        "/boot is not mounted, although it is in /etc/fstab. Mount it.",
+        {"boot": "unmounted\n", "boot_disks": probed()["disks"]},
+    ),
+    "/boot read-only": ("/boot cannot be written", {"boot": "read-only\n"}),
+    "a tailnet": (
+        "nothing listens on port 22 of 192.168.1.20, so waker could not see that",
+        {"listening": "100.64.0.9:22\n[::]:22\n192.168.1.20:2222\n*%tailscale0:22\n"},
+    ),
+    "decrypt_keyctl": (
+        "the keyscript decrypt_keyctl asks for the passphrase of data, and waker can",
+        table(f"none luks,{KEYCTL}"),
+    ),
+    "and initramfs": ("decrypt_keyctl asks", table(f"id luks,{KEYCTL},initramfs")),
+    "and dracut": (
+        "decrypt_keyctl asks",
+        table(f"none x-initrd.attach,{KEYCTL}") | DRACUT,
+    ),
+    "decrypt_derived": (
+        "with a TPM, Clevis or a keyscript. In /etc/crypttab, add initramfs to its opt",
+        table(f"vda2_crypt luks,{DERIVED}"),
+    ),
+    "passdev": (
+        "data may ask",
+        table("/dev/disk/by-label/x:/key luks,keyscript=passdev"),
+    ),
+    "a keyscript, dracut": (
+        "data asks at the screen: neither dracut nor systemd runs its keyscript",
+        table(f"vda2_crypt {DERIVED},x-initrd.attach") | DRACUT,
+    ),
+    "a TPM, later": (
+        "add x-initrd.attach to its options (the initrd opens it), or nofail or noauto",
+        table("none luks,tpm2-device=auto") | DRACUT,
+    ),
+    "a detached header": (
+        "vda2_crypt has a detached header",
+        {"crypttab": f"{TABLE.strip()},header=/x\n", "tokens": "vda2_crypt \n"}
+        | DRACUT,
+    ),
+    "ZFS on LUKS": (
+        "it uses ZFS. waker can neither unlock that, nor find LUKS disks below it.",
+        {"file_systems": "zfs\next4\n"},
+    ),
+    "a bond": ("bond0 is a bond, which the initrd cannot use.", {"network": "bond"}),
+    "a bond's card": ("bond0 is a bond, ", {"network": "bond", "card": "eth0"}),
+    "a VLAN": ("vlan5 is a VLAN, which the initrd cannot use.", {"network": "vlan"}),
+    "a bridge over a bond": (
+        "bond0 is a bond, ",
+        {"links": links_of("bond", bond0=BOND, vmbr0=VMBR0), "routes": ROUTES},
+    ),
+    "a VLAN of a bridge": (
+        "vmbr0.10 is a VLAN, ",
+        {
+            "links": links_of("bridge", vlan=VLAN),
+            "routes": ROUTES.replace("vmbr0", "vmbr0.10"),
+        },
+    ),
+    "Open vSwitch": (
+        "vmbr0 is Open vSwitch, which",
+        {
+            "links": links_of(
+                "bridge", vmbr0={"linkinfo": {"info_kind": "openvswitch"}}
+            ),
+            "routes": ROUTES,
+        },
+    ),
+    "Wi-Fi and a cable": (
+        "Waking and unlocking need a cable. Use the one in eth0: --interface eth0.",
+        {"network": "wifi", "links": links_of("wifi", eth0=CABLE)},
+    ),
+    "systemd-boot": (
+        "not boot with GRUB, which is all that waker knows, but with systemd-boot 2.",
+        booted_by("systemd-boot 2"),
+    ),
+    "a unified image": ("but with systemd-stub 257", booted_by("systemd-stub 257")),
+    "Proxmox's ESP": ("but with proxmox-boot-tool", booted_by("proxmox-boot-tool")),
+}
+
+
+@each("reason recordings", REFUSALS)
+def test_a_server_is_refused_with_the_reason(
+    reason: str, recordings: dict[str, str]
+) -> None:
+    with pytest.raises(Refused, match=re.escape(reason)):
+        find(**recordings)
+
+
+OWN = "/etc/dracut.conf.d/own.conf"
+ACCEPTED: dict[str, dict[str, str]] = {
+    "GRUB": {"boot_loader": "GRUB 2.12-9\n"},
+    "no driver for another card": {"missing_drivers": "6.1.0-9-amd64 e1000\n"},
+    "a keyscript in the initrd": table(f"none luks,{DERIVED},initramfs"),
+    "a keyscript of nobody's": table(f"none luks,{KEYCTL},noauto"),
+    "a module after all": DRACUT | {"left_out": f"{OMITS}/etc/dracut.conf.d/z.conf \n"},
+}
+
+
+@each("recordings", {name: (row,) for name, row in ACCEPTED.items()})
+def test_what_does_no_harm_is_accepted(recordings: dict[str, str]) -> None:
+    assert find(**recordings).disks == ["vda2_crypt"]
+
+
+def test_wi_fi_alone_is_refused_without_advice() -> None:
+    for links in (links_of("wifi"), links_of("wifi", eth0={"flags": ["LOWER_UP"]})):
+        with pytest.raises(Refused, match=r"need a cable\.$"):
+            find(network="wifi", links=links)
+
+
+def test_dracut_gets_the_package_that_opens_the_disk() -> None:
+    """If it is a package of its own. Otherwise, systemd has it."""
+    for builder, path in (("dracut", ""), ("initramfs-tools", ""), ("dracut", "/x\n")):
+        packages = probed(builder=builder)["packages"]
+        packages = packages.replace("systemd-cryptsetup install installed\n", "")
+        facts = find(builder=builder, packages=packages, systemd_cryptsetup=path)
+        is_missing = (builder, path) == ("dracut", "")
+        assert ("systemd-cryptsetup" in facts.missing) == is_missing
+
+
+def test_what_opens_the_disk_by_itself_is_said() -> None:
+    tokens = 'vda2_crypt {"tokens": {"0": {"type": "clevis"}}}\n'
+    for helper, package in (
+        ("Clevis", "clevis-initramfs"),
+        ("Mandos", "mandos-client"),
+    ):
+        packages = f"{probed()['packages']}{package} install installed\n"
+        *_, last = describe(find(packages=packages, tokens=tokens))
+        assert last.startswith(
+            f"vda2_crypt opens by itself, with {helper}; waker is ask"
+        )
+    assert find(tokens=tokens).helpers == {}  # nothing of Clevis is in the initrd
+
+
+# ---- On simulated servers ----
+
+
+def test_the_probes_see_it(server: Server) -> None:
+    def look(name: str) -> str:
+        script = f"{CHECKOUT}/server/probes.sh"
+        return server.run(f"sh {script} {name} 2>/dev/null", check=False)
+
+    assert look("init") == "none\n"
+    server.run("mkdir -p /run/systemd/system")
+    assert look("init") == ""
+
+    modules = "/etc/dracut.conf.d/own.conf", "/usr/lib/dracut/dracut.conf.d/9.conf"
+    server.write(modules[0], 'omit_dracutmodules+=" crypt dm "\n')
+    server.write(modules[1], 'omit_dracutmodules=" dm "\n')
+    server.write("/usr/lib/dracut/dracut.conf.d/own.conf", "exit 1\n")  # overruled
+    first, nine, own = look("left_out").splitlines()
+    assert first.split() == ["/etc/dracut.conf"]
+    assert nine.split() == [modules[1], "dm"]
+    assert own.split() == [modules[0], "dm", "crypt", "dm"]
+
+    variables = "/sys/firmware/efi/efivars"
+    server.run(f"mount -t tmpfs none /sys/firmware; mkdir -p {variables}")
+    assert look("boot_loader") == ""
+    for name, value in (
+        ("LoaderInfo", "systemd-boot 2"),
+        ("StubInfo", "systemd-stub 2"),
+    ):
+        file = server.path(f"{variables}/{name}-4a67b082-0a4c-41cf-b6c7-440b29bb8c4f")
+        file.write_bytes(b"\6\0\0\0" + f"{value}\0".encode("utf-16-le"))
+    server.write("/etc/kernel/proxmox-boot-uuids", "")
+    said = "systemd-boot 2\nsystemd-stub 2\nproxmox-boot-tool\n"
+    assert look("boot_loader") == said
+
+    driver = "/sys/class/net/eth0/device/driver"
+    server.run(f"mount -t tmpfs none /sys/class/net; mkdir -p {driver} /lib/modules/9")
+    server.run(f"ln -s /sys/class/net {driver}/module")
+    server.write(
+        "/usr/bin/linux-version", "#!/bin/sh\n[ $1 = sort ] && cat || echo 9", 0o755
+    )
+    assert look("missing_drivers") == "9 net\n"
+    server.write("/usr/sbin/modinfo", '#!/bin/sh\n[ "$*" = "-k 9 net" ]', 0o755)
+    assert look("missing_drivers") == ""
+
+    server.write("/etc/fstab", "none /boot tmpfs defaults 0 0\n")
+    assert look("boot") == ""
+    server.run("mount -o remount,ro /boot")
+    assert look("boot") == "read-only\n"
+    server.run("umount /boot")
+    assert "unmounted\n" in look("boot")

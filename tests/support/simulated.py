@@ -39,7 +39,7 @@ echo ready
 exec sleep 1000
 """
 # What prepare.py looks at there itself, unless a test replaces it.
-REAL = ("crypttab", "own_ip", "own_options", "images", "grub", "menu")
+REAL = ("crypttab", "own_ip", "own_options", "images", "grub", "menu", "boot")
 
 
 @dataclass
@@ -84,6 +84,7 @@ class Server:
 
     def write(self, name: str, text: str, mode: int = 0o644) -> None:
         self.path(name).parent.mkdir(parents=True, exist_ok=True)
+        self.path(name).unlink(missing_ok=True)  # a link would lead out of the layers
         self.path(name).write_text(text)
         self.path(name).chmod(mode)
 

@@ -253,7 +253,7 @@ def with_initramfs_tools(guest: Guest, tree: Path) -> str:
     run_in(tree, "dropbearkey", "-t", "ed25519", "-f", host_key)
     key = AUTHORIZED.read_text()
     ports = Ports("22", str(guest.port))
-    facts = Facts("initramfs-tools", [], [], CARD, ports, "", "", [], [], kept="")
+    facts = Facts("initramfs-tools", [], {}, CARD, ports, "", "", [], [], kept="")
     files = prepare.read_files("initramfs-tools")
     for _, path, text, _ in prepare.make_plan(facts, key, "", files)[1:]:
         is_key = path.endswith("/authorized_keys")
