@@ -42,6 +42,7 @@ from typing import IO, Final, NamedTuple, cast
 
 from facts import (
     NOT_NOW,
+    READ_ONLY,
     Facts,
     Probed,
     Refused,
@@ -72,12 +73,11 @@ APT: Final = (
     *(f"-oDPkg::Lock::Timeout={LOCK_SECONDS}", "-oDpkg::Options::=--force-confold"),
     "install",
 )
+# What may be wrong with an image of dracut's that has nothing of ours.
+NEVER_HAD: Final = ["it has no systemd-cryptsetup"]
 # Never remove these: the disk, or a login, may depend on them.
 NEEDED: Final = "cryptsetup.*|dracut(-core)?|initramfs.*|openssh.*|systemd.*"
 UNCHANGED: Final = "Nothing was changed on this server:"
-HALF_DONE: Final = """\
-This is half done. Before you restart the server, run the same command again, or undo
-it. (If it does not boot, use the kept image, /boot/initrd.img-….before-waker.)"""
 ENVIRONMENT: Final = {
     "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
     "LC_ALL": "C.UTF-8",
@@ -191,6 +191,10 @@ def make_plan(facts: Facts, key: str, menu: str, files: dict[str, str]) -> list[
 def run(*command: str, check: bool = True, shown: bool = False) -> str:
     """Run a program; returns what it prints, unless that is shown. Raises Failed."""
     to = None if shown else subprocess.PIPE
+    if not shutil.which(command[0]):
+        if check:
+            raise Failed(f"the program {command[0]} is missing.")
+        return ""
     done = subprocess.run(command, stdout=to, stderr=to, errors="replace", check=False)
     if check and done.returncode:
         raise Failed(f"`{' '.join(command)}` failed. {(done.stderr or '')[-2000:]}")
@@ -201,6 +205,12 @@ def read(name: str | Path) -> str:
     """Read a file, or nothing if there is none. Line ends and odd bytes stay."""
     path = Path(name)
     return path.read_bytes().decode(errors="surrogateescape") if path.exists() else ""
+
+
+def remove(path: Path) -> None:
+    """Remove a file, if it is there. A read-only disk fails even if it is not."""
+    if path.exists():
+        path.unlink()
 
 
 def name_new(path: Path) -> Path:
@@ -397,7 +407,7 @@ def keep_image(change: Change) -> None:
 
 
 def drop_image(change: Change) -> str:
-    Path(change.name).unlink(missing_ok=True)
+    remove(Path(change.name))
     return ""
 
 
@@ -529,7 +539,7 @@ def make(change: Change) -> None:
 def take_back(change: Change) -> str:
     """Undo a change, but for packages, which go together. Returns what is left."""
     if change.kind is not Kind.PACKAGE:  # of an interruption
-        name_new(Path(change.name)).unlink(missing_ok=True)
+        remove(name_new(Path(change.name)))
     match change.kind:
         case Kind.COPY:
             return drop_image(change)
@@ -580,9 +590,15 @@ def replace_image(kernel: str, needs: Needs) -> None:
 
 
 def build(kernel: str, needs: Needs) -> None:
-    """Replace a kernel's image, unless it is right already. Raises Failed."""
+    """Replace a kernel's image, unless it is right already. Raises Failed.
+
+    Undo leaves an image alone that lacks what it never had.
+    """
     image = f"/boot/initrd.img-{kernel}"
-    if examine(image, kernel, needs):
+    wrong = examine(image, kernel, needs)
+    if needs.state == "undone" and wrong == NEVER_HAD:
+        return
+    if wrong:
         print(f"Building and examining {image}, which may take minutes.", flush=True)
         replace_image(kernel, needs)
     hooks = Path("/etc/initramfs/post-update.d")
@@ -758,6 +774,9 @@ def undo(probed: Probed, options: argparse.Namespace) -> None:
         print("There is nothing to undo. Nothing was changed.")
         return
     check(probed, NOT_NOW)
+    names = [change.name for change in record if change.name.startswith("/boot/")]
+    if any(map(os.path.exists, names)):
+        check(probed, READ_ONLY)
     # Every disk below /, however it is opened.
     disks = dict.fromkeys(re.findall(r"(?m)^(\S+) +crypt\b", probed["disks"]))
     needs = Needs("undone", find_builder(probed), [*disks])
@@ -801,7 +820,18 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def carry_out_command(options: argparse.Namespace) -> None:
+def advise(options: argparse.Namespace) -> str:
+    """Say what to do after a run that has failed half-way."""
+    again = "run the same command again, or `waker prepare --undo`"
+    if options.undo:
+        again = "run `waker prepare --undo` again"
+    advice = f"This is half done. Before you restart the server, {again}."
+    for kept in Path("/boot").glob("initrd.img-*.before-waker"):
+        advice += f" (If it does not boot, use the kept image, {kept}.)"
+    return advice
+
+
+def execute(options: argparse.Namespace) -> None:
     """Prepare the server, or undo that. If it fails, exit and say what to do."""
     try:
         wait_for_packages()
@@ -817,7 +847,7 @@ def carry_out_command(options: argparse.Namespace) -> None:
     else:
         return
     if UNFINISHED.exists():
-        problem += f"\n{HALF_DONE}"
+        problem += f"\n{advise(options)}"
     sys.exit(problem)
 
 
@@ -832,7 +862,7 @@ def main() -> None:
     except Refused as error:
         sys.exit(f"{UNCHANGED} {error}")
     with lock:
-        carry_out_command(options)
+        execute(options)
 
 
 if __name__ == "__main__":

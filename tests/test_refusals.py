@@ -1,4 +1,4 @@
-"""What `prepare.py` refuses before it changes anything."""
+"""What `prepare.py` refuses before it changes anything, and what undo makes of it."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import CHECKOUT, each, wait_for
 from facts import Refused, describe
-from recorded import TABLE, find, probed
+from recorded import RECORDED, TABLE, find, probed
 from simulated import KEY, PROGRAM, Server
 
 LOCK = "/run/waker-prepare.lock"
@@ -282,3 +282,64 @@ def test_the_probes_see_it(server: Server) -> None:
     assert look("boot") == "read-only\n"
     server.run("umount /boot")
     assert "unmounted\n" in look("boot")
+
+
+def test_a_read_only_boot_is_refused_and_an_undo_needs_it_only_later(
+    server: Server,
+) -> None:
+    """As 4.0.0 left it: it had begun to copy the image. Later, there is one."""
+    image = server.image
+    server.run("mount -o remount,ro /boot")
+    copy = {
+        "kind": "COPY",
+        "name": f"{image}.before-waker",
+        "text": image,
+        "before": None,
+    }
+    server.write("/var/lib/waker-prepare/record.json", json.dumps([copy]))
+    server.write("/var/lib/waker-prepare/unfinished", "")
+    said = server.prepare(check=False)
+    assert said.startswith(
+        "Nothing was changed on this server: /boot cannot be written"
+    )
+    assert "\nThis is half done. " in said
+    assert ".before-waker" not in said  # there is none
+    assert "Undone." in server.undo()
+    server.run("mount -o remount,rw /boot")
+    server.prepare()
+    server.run("mount -o remount,ro /boot")
+    before = server.files()
+    assert "changed on this server: /boot cannot be written" in server.undo(check=False)
+    assert server.files() == before
+    server.run("mount -o remount,rw /boot")
+    assert "Undone." in server.undo()
+
+
+def test_undo_needs_no_systemd(server: Server) -> None:
+    bare = server.files_of_the_owner()
+    server.prepare()
+    server.run("systemctl disable waker-wake")  # as 4.0.0 left it on such a server
+    server.run("rm $(command -v systemctl)")
+    server.set(init="none\n")
+    said = server.undo()
+    assert "Undone." in said
+    assert "Left:" not in said
+    assert server.files_of_the_owner() == bare
+
+
+def test_undo_asks_nothing_of_an_image_that_it_never_had(server: Server) -> None:
+    """As 4.0.0 left it without systemd-cryptsetup. The kernel knows the disk."""
+    server.set(**RECORDED["systems"]["dracut"] | {"kernels": f"{server.kernel}\n"})
+    server.run("mkdir image; echo rd.luks.uuid=x >cmdline")
+    lsinitrd = f"#!/bin/sh\ncp -a {server.folder}/image/. .\n"
+    server.write("/usr/bin/lsinitrd", lsinitrd, 0o755)
+    kept, conf = f"{server.image}.before-waker", "/etc/dracut.conf.d/initrd-ssh.conf"
+    server.run(f"cp {server.image} {kept}")
+    server.write(conf, "x")
+    copy = {"kind": "COPY", "name": kept, "text": server.image, "before": None}
+    file = {"kind": "FILE", "name": conf, "text": "x", "before": None}
+    server.write("/var/lib/waker-prepare/record.json", json.dumps([copy, file]))
+    said = server.undo()
+    assert "Undone." in said
+    assert server.run("ls /boot/init*") == f"{server.image}\n"
+    assert not server.path(conf).exists()

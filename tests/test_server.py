@@ -993,7 +993,10 @@ def test_a_wrong_image_is_never_put_in_place(server: Server) -> None:
     assert "The server is prepared." in server.prepare()
 
     before = server.run(f"sha256sum <{image}")
-    fails("rm sbin/cryptsetup", "it has no cryptsetup", arguments="--yes --undo")
+    again = "restart the server, run `waker prepare --undo` again. (If it does"
+    kept = f"use the kept image, {image}.before-waker.)"
+    undo = "--yes --undo"
+    fails("rm sbin/cryptsetup", "no cryptsetup", again, kept, arguments=undo)
     assert server.run(f"ls {image}*") == f"{image}\n{image}.before-waker\n"
     server.spoil("")
     assert "Undone" in server.undo()
