@@ -43,6 +43,7 @@ from typing import IO, Final, NamedTuple, cast
 from facts import (
     NOT_NOW,
     READ_ONLY,
+    Card,
     Facts,
     Probed,
     Refused,
@@ -660,14 +661,25 @@ def read_host_key(builder: str) -> str:
     return run("sh", str(HERE / builder / "host-key")).strip()
 
 
-def show_settings(facts: Facts, host_key: str, nonce: str) -> None:
-    """Print the box's settings; with a nonce, between two lines that it recognises."""
-    card = facts.card
+def find_notes(card: Card) -> list[str]:
+    """Say what the owner must do, or waker will not find or wake the server."""
+    notes: list[str] = []
     if not re.search("Wake-on: .*g", run("ethtool", card.name, check=False)):
-        print(f"WARNING: the driver of {card.name} offers no Wake-on-LAN.")
+        problem = f"WARNING: the driver of {card.name} offers no Wake-on-LAN, so waker"
+        remedy = "Look for it in the firmware (BIOS), or use another card."
+        notes.append(f"{problem} cannot wake this server by this card. {remedy}")
     if card.has_dhcp:
-        reserve = f"reserve {card.address.ip} for {card.mac} in your router"
-        print(f"TO DO: {reserve}. Otherwise, it may change.")
+        reserve = f"TO DO: reserve {card.address.ip} for {card.mac} in your router."
+        notes.append(f"{reserve} Otherwise, it may change.")
+    return notes
+
+
+def show_settings(facts: Facts, host_key: str, nonce: str) -> None:
+    """Print the box's settings, and last what the owner must do.
+
+    With a nonce, all that stands between two lines that the box recognises.
+    """
+    card = facts.card
     settings = {
         "WAKER_HOMELAB_MAC": card.mac,
         "WAKER_HOMELAB_HOST": str(card.address.ip),
@@ -680,6 +692,8 @@ def show_settings(facts: Facts, host_key: str, nonce: str) -> None:
     else:
         print("\nPut these lines into waker.env:")
     print(*(f"{name}={value}" for name, value in settings.items()), sep="\n")
+    for note in find_notes(card):
+        print(note)
     if nonce:
         print(f"waker-end {nonce}")
 
