@@ -331,17 +331,24 @@ def test_a_server_without_python_says_what_to_install(home: Home) -> None:
         home.write(f"none/{name}", f'#!/bin/sh\nexec {need(name)} "$@"', 0o755)
     home.write("minimal/json.py", "raise ImportError")  # as in python3-minimal
     home.write("old/sitecustomize.py", "import sys; sys.version_info = (3, 10)")
-    for line in ("PATH=/mnt/none", "PYTHONPATH=/mnt/minimal", "PYTHONPATH=/mnt/old"):
+    for line, is_old in (
+        ("PATH=/mnt/none", False),
+        ("PYTHONPATH=/mnt/minimal", False),
+        ("PYTHONPATH=/mnt/old", True),  # apt would have no other
+    ):
         home.write("me/.ssh/environment", f"{line}\n")
         shown = home.prepare(fails=True)
-        assert "needs Python 3.11 or later, with all its parts." in shown
-        assert "    apt install python3\n" in shown
+        assert ("needs Debian 12 or Ubuntu 24.04, or later." in shown) == is_old
+        assert ("    apt install python3\n" in shown) != is_old
         home.assert_untouched(shown)
 
 
 def test_a_command_of_the_users_for_this_server_is_not_run(home: Home) -> None:
-    """Some open tmux wherever they log in. ssh refuses to run two commands."""
-    home.write("config", "Host *\n    RemoteCommand touch /mnt/ran\n")
+    """Some open tmux wherever they log in. ssh refuses to run two commands.
+
+    Others run none, to forward ports.
+    """
+    home.write("config", "RemoteCommand touch /mnt/ran\nSessionType none\n")
     client = home.folder.joinpath("bin/ssh").read_text()
     home.write("bin/ssh", client.replace("-F none", "-F /mnt/config"), 0o755)
     home.prepare()
