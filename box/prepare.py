@@ -8,7 +8,8 @@ prepare.py, the files beside it and the public key travel in ssh's command line.
 leaves the terminal to the passwords and to prepare.py's question. The answer is
 whatever a server prints. Only five settings are accepted, between two lines with a
 nonce, if prepare.py succeeded and waker's own parsers accept every value. Otherwise,
-nothing is written.
+nothing is written. Notes to the owner may stand beside them, and are shown again at the
+end.
 """
 
 import argparse
@@ -41,7 +42,10 @@ OURSELVES: Final = (
 )
 DEFAULTS: Final = {name: default for name, (_, default, *_) in waker.SETTINGS.items()}
 MAX_OUTPUT: Final = 1 << 20  # bytes of a server's output; a preparation prints less
+# What the owner must read at the end, as prepare.py prints it.
+NOTE: Final = re.compile("(?:WARNING|TO DO): [ -~]{1,300}")
 MAX_KEY: Final = 8192  # characters of a public key's line; the largest have 3,000
+EXPLAINED: Final = 3  # exit status of a failure with a message; sudo's own is 1
 # Ends whatever sequence the server's last bytes began, and resets colours and letters:
 # what comes next must not go into the window's title, or be invisible.
 PLAIN_AGAIN: Final = "\33\\\33[m\33(B\17"
@@ -100,6 +104,13 @@ def parse_settings(lines: Sequence[str]) -> dict[str, str]:
     if values.keys() != PARSERS.keys():
         raise ValueError
     return values
+
+
+def parse_answer(output: bytes, nonce: str) -> tuple[dict[str, str], list[str]]:
+    """Return the settings and the notes that a server reports. Raises: ValueError."""
+    lines = find_answer(output, nonce)
+    notes = [line for line in lines if NOTE.fullmatch(line)]
+    return parse_settings([line for line in lines if line not in notes]), notes
 
 
 def agrees(name: str, old: str, new: str) -> bool:
@@ -166,7 +177,9 @@ def run_there(server: str, command: str) -> tuple[int, bytes]:
     Raises: ConfigError if the server prints more than MAX_OUTPUT.
     """
     output = bytearray()
-    ssh = ["ssh", "-t", "-o", "RemoteCommand=none", server, command]
+    # The user's settings for this server may have another command, or none.
+    options = ["-o", "RemoteCommand=none", "-o", "SessionType=default"]
+    ssh = ["ssh", "-t", *options, server, command]
     with subprocess.Popen(ssh, stdout=subprocess.PIPE, bufsize=0) as process:
         printed = cast("IO[bytes]", process.stdout)
         while chunk := printed.read(65536):
@@ -174,7 +187,8 @@ def run_there(server: str, command: str) -> tuple[int, bytes]:
             sys.stdout.buffer.flush()
             if len(output) <= MAX_OUTPUT:  # keep the beginning, in any case
                 output += chunk
-    print(end=PLAIN_AGAIN, flush=True)
+    if sys.stdout.isatty():
+        print(end=PLAIN_AGAIN, flush=True)
     if len(output) > MAX_OUTPUT:
         raise ConfigError(
             "The server printed more than 1 MiB. Nothing was written on this box."
@@ -293,6 +307,16 @@ def start_waker(folder: Path) -> str:
     return f" at http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
+def show_pin(pin: str, file: Path) -> None:
+    """Show a new PIN at the terminal: standard output may be somebody's log."""
+    try:
+        with Path("/dev/tty").open("w") as terminal:
+            words = "Your new PIN, which is also in waker.env"
+            terminal.write(f"{PLAIN_AGAIN}\n{words}: {pin}\n")
+    except OSError:
+        print(f"\nYour new PIN is in {file}.")
+
+
 def settle(folder: Path, lines: Sequence[str]) -> None:
     """Add the settings to waker.env, and start waker. Raises: ConfigError, OSError."""
     try:
@@ -318,9 +342,8 @@ def settle(folder: Path, lines: Sequence[str]) -> None:
     for name, value in kept.items():
         print(f"\n{name} was kept, but the server reports a different value:")
         print(f"    {waker.printable(present[name])}\n    {value} (the server's)")
-    if "WAKER_PIN" in added:  # not to standard output, which may be somebody's log
-        with contextlib.suppress(OSError), Path("/dev/tty").open("w") as terminal:
-            terminal.write(f"\nYour new PIN, which is also in waker.env: {pin}\n")
+    if "WAKER_PIN" in added:
+        show_pin(pin, file)
     if folder != CONFIG:
         print(f"\nThe server is prepared. The box needs {folder} next.")
         return
@@ -364,8 +387,11 @@ def run_as_owner(
     return subprocess.run(command, stdout=stdout, check=False)
 
 
-def prepare_server(given: argparse.Namespace) -> int:
-    """Prepare the server, or undo that. Raises: ConfigError, OSError."""
+def prepare_server(given: argparse.Namespace, command: str) -> int:
+    """Prepare the server, or undo that; the user gave this command.
+
+    Raises: ConfigError, OSError.
+    """
     folder = given.config.absolute()
     if folder == CONFIG and not folder.exists() and not given.undo:
         raise ConfigError(
@@ -391,14 +417,19 @@ def prepare_server(given: argparse.Namespace) -> int:
         print("\nThe settings on this box stay.")
         return 0
     try:
-        found = parse_settings(find_answer(output, nonce))
+        found, notes = parse_answer(output, nonce)
     except ValueError:
         raise ConfigError(
             "The server did not report each setting once, with a valid value. Nothing"
             " was written on this box."
         ) from None
     settings = [f"{name}={value}" for name, value in found.items()]
-    return run_as_owner(folder, "--settle", str(folder), *settings).returncode
+    settled = run_as_owner(folder, "--settle", str(folder), *settings)
+    if settled.returncode not in (0, EXPLAINED):  # perhaps by a wrong password
+        print(f"\nThe server is prepared. To set up this box, repeat: {command}")
+    for note in notes:
+        print(f"\n{note}")
+    return settled.returncode
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -432,9 +463,13 @@ def main(arguments: list[str]) -> int:
         elif step == ["--settle"]:
             settle(Path(*values[:1]), values[1:])
         else:
-            return prepare_server(parse_arguments(arguments))
+            command = shlex.join(["waker", "prepare", *arguments])
+            return prepare_server(parse_arguments(arguments), command)
     except (ConfigError, Refused, Failed) as error:
-        sys.exit(f"\n{error}")
+        problem = str(error)
     except OSError as error:
-        sys.exit(f"\n{error.filename or 'standard output'}: {error.strerror}")
-    return 0
+        problem = f"{error.filename or 'standard output'}: {error.strerror}"
+    else:
+        return 0
+    print(f"\n{problem}", file=sys.stderr)
+    return EXPLAINED

@@ -209,9 +209,11 @@ class Home:
         terminal.answer("@127.0.0.1's password:", password)
         return terminal
 
-    def prepare(self, *options: str, fails: bool = False) -> str:
+    def prepare(
+        self, *options: str, fails: bool = False, command: Sequence[str] = PROGRAM
+    ) -> str:
         """Run it without another password or a question; returns what it shows."""
-        terminal = self.log_in("--yes", *options)
+        terminal = self.log_in("--yes", *options, command=command)
         assert bool(terminal.end()) == fails, terminal.printed
         return terminal.printed
 
@@ -404,6 +406,10 @@ LIES = {
     "a certificate authority": ANSWER.replace("=ssh-", "=@cert-authority * ssh-"),
     "control characters": ANSWER.replace(HOST_KEY, f"{HOST_KEY} \33]0;title\7"),
     "bytes": ANSWER.replace("=2022\n", "=2022\xff\n"),
+    "a note in red": ANSWER.replace(
+        "\nwaker-end", "\nTO DO: \33[31mnothing\nwaker-end"
+    ),
+    "a long note": ANSWER.replace("\nwaker-end", f"\nTO DO: {'x' * 301}\nwaker-end"),
 }
 
 
@@ -411,14 +417,14 @@ LIES = {
 def test_a_lie_is_refused(lie: str) -> None:
     output = LIES[lie].replace("NONCE", "the nonce").encode()
     with pytest.raises(ValueError, match=r"^|$"):
-        prepare.parse_settings(prepare.find_answer(output, "the nonce"))
+        prepare.parse_answer(output, "the nonce")
 
 
 def test_a_truth_is_understood_among_other_lines() -> None:
     noise = b"\xff\33[2JWAKER_PIN=12345678\r\nwaker-begin 0\r\ntyped"
     right = ANSWER.replace("\n", "\r\n").replace(MAC, MAC.upper().replace(":", "-"))
     output = noise + right.replace(HOST_KEY, f"host {HOST_KEY} initrd").encode() + noise
-    assert prepare.parse_settings(prepare.find_answer(output, "NONCE")) == REPORTED
+    assert prepare.parse_answer(output, "NONCE") == (REPORTED, [])
 
 
 FAR = 70_000 * "x"
@@ -456,6 +462,35 @@ def test_nothing_is_written_unless_the_preparation_has_succeeded(home: Home) -> 
         assert "Nothing was changed" in terminal.printed
         assert "waker-begin" not in terminal.printed
         home.assert_untouched(terminal.printed)
+
+
+NOTES = "WARNING: it offers no Wake-on-LAN.", "TO DO: reserve 192.168.1.20."
+
+
+def test_what_the_owner_must_do_comes_last(home: Home) -> None:
+    """And without an escape sequence, if a program reads it."""
+    notes = "\n".join(NOTES)
+    home.write("answer", ANSWER.replace("\nwaker-end", f"\n{notes}\nwaker-end"))
+    home.folder.joinpath("me").chmod(0o777)
+    script = f'{" ".join(PROGRAM)} "$0" "$@" >/mnt/me/log'
+    home.prepare(command=("sh", "-c", script))
+    said = home.folder.joinpath("me/log").read_text()
+    assert said.endswith("{}\n\n{}\n".format(*NOTES))
+    assert "One thing is left" in said
+    assert "\33" not in said
+
+
+def test_after_a_wrong_password_on_the_box_it_says_how_to_go_on(home: Home) -> None:
+    only = "NOPASSWD: /usr/bin/python3 -B /mnt/program prepare --own-key *"
+    may = SUDOERS.replace("NOPASSWD: ALL", f"ALL, {only}\nDefaults passwd_tries=1")
+    home.write("sudoers", f"{may}me ALL=(ALL) NOPASSWD: ALL\n")
+    terminal = home.log_in("--yes", "--interface", "eth 0")
+    terminal.answer("[sudo] password for owner:", "wrong")
+    assert terminal.end() != 0
+    again = "waker prepare me@127.0.0.1 --yes --interface 'eth 0'"
+    words = f"The server is prepared. To set up this box, repeat: {again}\n"
+    assert terminal.printed.endswith(words)
+    assert home.settings.read_text() == EXAMPLE
 
 
 # The last bytes of a hostile server: red, unseen, and in the window's title.
@@ -634,6 +669,7 @@ def test_a_new_pin_is_random_and_shown_at_the_terminal_alone(file: Path) -> None
     file.write_text("WAKER_PIN=\n")
     alone = need("setsid"), "--wait", *SETTLE, str(file.parent), *LINES.splitlines()
     log = subprocess.check_output(alone, text=True, stderr=subprocess.STDOUT)
+    assert f"Your new PIN is in {file}.\n" in log
     other = waker.read_env_file(file)["WAKER_PIN"]
     assert other != pin
     assert other not in log
