@@ -232,8 +232,8 @@ def asks_in_initrd(disk: Disk, builder: str) -> bool:
         return False
     if Path(script).name in ASKING_SCRIPTS:
         raise Refused(
-            f"the keyscript {script} asks for the passphrase of {disk.name}, and waker"
-            " cannot answer it. Remove it: waker answers for each disk."
+            f"the keyscript {script} asks a person to open {disk.name}, and waker does"
+            " not answer it. Without it, waker gives each disk the same passphrase."
         )
     if script and builder == "dracut":
         raise Refused(
@@ -357,12 +357,15 @@ def find_drivers(probed: Probed) -> dict[str, list[str]]:
 
 
 def find_kind(link: Link) -> str:
-    """Return the kind of a virtual interface, "" for others. Refuse some."""
+    """Return the kind of a virtual interface, "" for others."""
     kind: str = link.get("linkinfo", {}).get("info_kind", "")
-    if kind in TOO_COMPLEX:
-        what = f"{link['ifname']} is {TOO_COMPLEX[kind]}"
-        raise Refused(f"{what}, which the initrd cannot use.")
     return kind
+
+
+def check_kind(link: Link) -> None:
+    """Refuse an interface that the initrd cannot have."""
+    if what := TOO_COMPLEX.get(find_kind(link)):
+        raise Refused(f"{link['ifname']} is {what}, which the initrd cannot use.")
 
 
 def find_only_card(bridge: str, cards: Iterable[str], links: dict[str, Link]) -> str:
@@ -372,7 +375,7 @@ def find_only_card(bridge: str, cards: Iterable[str], links: dict[str, Link]) ->
     if len(found) == 1:
         return found[0]
     for name in members:
-        find_kind(links[name])
+        check_kind(links[name])
     raise Refused(f"the bridge {bridge} has {len(found)} physical cards, not 1.")
 
 
@@ -397,6 +400,7 @@ def find_card(probed: Probed, wanted: str) -> Card:
     if interface not in links:
         raise Refused(f"it has no card {interface}. It has {', '.join(drivers)}.")
     interface = card = links[interface].get("master", interface)
+    check_kind(links[interface])
     if find_kind(links[interface]) == "bridge":
         card = find_only_card(interface, drivers, links)
     if f"/{card}/phy80211" in probed["wifi"]:

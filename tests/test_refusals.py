@@ -110,7 +110,7 @@ REFUSALS: dict[str, tuple[str, dict[str, str]]] = {
         {"listening": "100.64.0.9:22\n[::]:22\n192.168.1.20:2222\n*%tailscale0:22\n"},
     ),
     "decrypt_keyctl": (
-        "the keyscript decrypt_keyctl asks for the passphrase of data, and waker can",
+        "the keyscript decrypt_keyctl asks a person to open data, and waker does not",
         table(f"none luks,{KEYCTL}"),
     ),
     "and initramfs": ("decrypt_keyctl asks", table(f"id luks,{KEYCTL},initramfs")),

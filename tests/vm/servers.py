@@ -230,6 +230,23 @@ def test_a_power_cut_does_no_harm(trial: Trial, moment: str) -> None:
         trial.unlock(owner)
 
 
+@pytest.mark.parametrize("trial", [FIRST], indirect=True)
+def test_a_second_run_changes_nothing(trial: Trial) -> None:
+    """The first one goes on, although its box has vanished."""
+    trial.boot()
+    command, begin = copy_program(trial), len(trial.computer.console)
+    trial.run(f"setsid {command} </dev/null >/dev/console 2>&1 &")
+    trial.wait_for(BUILDING, begin)
+    second = trial.computer.ssh(command)
+    assert second.returncode == 1
+    assert b"`waker prepare` is at work on it." in second.stderr
+    trial.wait_for(PREPARED, begin)
+    trial.prepare(KNOWN, LOGIN, SUDO)
+    trial.switch_off()
+    with trial.waker() as owner:
+        trial.unlock(owner)
+
+
 @pytest.mark.parametrize("trial", [DRACUT], indirect=True)
 def test_a_power_cut_during_undo_does_no_harm(trial: Trial) -> None:
     trial.boot()
