@@ -7,9 +7,8 @@ the public key, and with `--settle` to write the settings.
 prepare.py, the files beside it and the public key travel in ssh's command line. That
 leaves the terminal to the passwords and to prepare.py's question. The answer is
 whatever a server prints. Only five settings are accepted, between two lines with a
-nonce, if prepare.py succeeded and waker's own parsers accept every value. Otherwise,
-nothing is written. Notes to the owner may stand beside them, and are shown again at the
-end.
+nonce, if prepare.py succeeded and waker's own parsers accept every value, and notes for
+the owner, which are shown again at the end. Otherwise, nothing is written.
 """
 
 import argparse
@@ -87,10 +86,10 @@ def find_answer(output: bytes, nonce: str) -> list[str]:
     text = output.decode("ascii", "replace").replace("\r\n", "\n")
     # What the user types meanwhile is shown as well, perhaps before the first of them.
     begin, end = f"waker-begin {nonce}\n", f"waker-end {nonce}\n"
-    settings, is_ended, _ = text.partition(begin)[2].partition(end)
+    answer, is_ended, _ = text.partition(begin)[2].partition(end)
     if text.count(begin) != 1 or text.count(end) != 1 or not is_ended:
         raise ValueError
-    return settings.removesuffix("\n").split("\n")
+    return answer.removesuffix("\n").split("\n")
 
 
 def parse_settings(lines: Sequence[str]) -> dict[str, str]:
@@ -350,8 +349,7 @@ def settle(folder: Path, lines: Sequence[str]) -> None:
     where = start_waker(folder)
     if kept:
         print("\nFirst compare the settings above that differ.")
-    left = "One thing is left: reboot the server, and unlock it from your phone"
-    print(f"\n{left}{where}.")
+    print(f"\nNext, reboot the server, and unlock it from your phone{where}.")
 
 
 # ---- Commands ------------------------------------------------------------------------
@@ -387,10 +385,27 @@ def run_as_owner(
     return subprocess.run(command, stdout=stdout, check=False)
 
 
-def prepare_server(given: argparse.Namespace, command: str) -> int:
-    """Prepare the server, or undo that; the user gave this command.
+def set_up_box(
+    folder: Path, found: Mapping[str, str], notes: Sequence[str], typed: str
+) -> int:
+    """Write the settings that the server reported; returns the exit status.
 
-    Raises: ConfigError, OSError.
+    `notes` are for the user to read last. `typed` is the command to repeat if this
+    fails. Raises: ConfigError.
+    """
+    settings = [f"{name}={value}" for name, value in found.items()]
+    status = run_as_owner(folder, "--settle", str(folder), *settings).returncode
+    if status not in (0, EXPLAINED):  # perhaps because of a wrong password
+        print(f"\nThe server is prepared. To set up this box, repeat: {typed}")
+    for note in notes:
+        print(f"\n{note}")
+    return status
+
+
+def prepare_server(given: argparse.Namespace, typed: str) -> int:
+    """Prepare the server, or undo that; returns the exit status.
+
+    `typed` is the user's command. Raises: ConfigError, OSError.
     """
     folder = given.config.absolute()
     if folder == CONFIG and not folder.exists() and not given.undo:
@@ -423,13 +438,7 @@ def prepare_server(given: argparse.Namespace, command: str) -> int:
             "The server did not report each setting once, with a valid value. Nothing"
             " was written on this box."
         ) from None
-    settings = [f"{name}={value}" for name, value in found.items()]
-    settled = run_as_owner(folder, "--settle", str(folder), *settings)
-    if settled.returncode not in (0, EXPLAINED):  # perhaps by a wrong password
-        print(f"\nThe server is prepared. To set up this box, repeat: {command}")
-    for note in notes:
-        print(f"\n{note}")
-    return settled.returncode
+    return set_up_box(folder, found, notes, typed)
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -463,8 +472,8 @@ def main(arguments: list[str]) -> int:
         elif step == ["--settle"]:
             settle(Path(*values[:1]), values[1:])
         else:
-            command = shlex.join(["waker", "prepare", *arguments])
-            return prepare_server(parse_arguments(arguments), command)
+            typed = shlex.join(["waker", "prepare", *arguments])
+            return prepare_server(parse_arguments(arguments), typed)
     except (ConfigError, Refused, Failed) as error:
         problem = str(error)
     except OSError as error:

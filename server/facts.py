@@ -14,13 +14,13 @@ PACKAGES: Final = {
     "dracut": ("dracut-network", "openssh-server", "ethtool"),
     "initramfs-tools": ("cryptsetup-initramfs", "dropbear-initramfs", "ethtool"),
 }
-# Without any of these modules, dracut leaves out ours. Each was tried with dracut 106.
+# If one of these is omitted, dracut omits our module. Each was tried with dracut 106.
 NEEDED_MODULES: Final = (
     *("bash", "crypt", "dm", "initrd-ssh", "initrd-ssh-last", "kernel-network-modules"),
     *("net-lib", "rootfs-block", "systemd", "systemd-ask-password"),
     *("systemd-cryptsetup", "systemd-networkd", "systemd-sysusers"),
 )
-# The option in crypttab with which a disk that / does not need is opened in the initrd.
+# The crypttab option that makes the initrd open a disk that / does not need.
 ATTACH: Final = {"dracut": "x-initrd.attach", "initramfs-tools": "initramfs"}
 # Debian's keyscripts that ask a person. (decrypt_derived and passdev do not.)
 ASKING_SCRIPTS: Final = (
@@ -87,7 +87,7 @@ class Facts(NamedTuple):
 
     builder: str  # of the initrd: dracut or initramfs-tools
     disks: list[str]  # that ask for a passphrase in the initrd
-    helpers: dict[str, str]  # what opens some of those by itself
+    helpers: dict[str, str]  # what opens some of them without waker
     card: Card
     ports: Ports
     own_ip: str  # the owner's setting for the initrd's address, or ""
@@ -98,9 +98,10 @@ class Facts(NamedTuple):
 
 
 # ---- What rules a server out ---------------------------------------------------------
-# Each row: a probe, how a line of it begins that rules a server out, and what to say.
+# "PROBE: PATTERN" rules it out if a line of what the probe printed begins like that. {}
+# is the pattern's group.
 
-# An undo needs these, too. A half-installed kernel may be started without an initrd.
+# Undo checks these as well. GRUB could start a half-installed kernel without an initrd.
 NOT_NOW: Final = {
     r"packages: ((?:linux-(?:image|modules)|(?:proxmox|pve)-kernel)-\S+) \S+ "
     r"(?:unpacked|half-\S+|triggers-\S+)$": (
@@ -127,9 +128,9 @@ UNFIT: Final = {
 
 
 def check(probed: Probed, rules: Mapping[str, str]) -> None:
-    """Refuse what a rule rules out."""
-    for sign, problem in rules.items():
-        probe, _, pattern = sign.partition(": ")
+    """Refuse a server that a rule rules out."""
+    for rule, problem in rules.items():
+        probe, _, pattern = rule.partition(": ")
         if found := re.search(f"(?m)^(?:{pattern})", probed[probe]):
             raise Refused(problem.format(*found.groups()))
 
@@ -140,7 +141,7 @@ def check(probed: Probed, rules: Mapping[str, str]) -> None:
 def find_builder(probed: Probed) -> str:
     if not re.search(r"(?m)^ID(_LIKE)?=.*\bdebian\b", probed["system"]):
         raise Refused("it is neither Debian nor one of its relatives.")
-    # After an interruption, a package that is wanted may not be installed.
+    # What is wanted counts: after an interruption, it may not be installed.
     wanted = re.findall(r"(?m)^(\S+) (?:install|hold) ", probed["packages"])
     for builder in PACKAGES:
         if builder in wanted:
@@ -165,12 +166,13 @@ def find_kept(probed: Probed, kernels: Sequence[str]) -> str:
 
 
 def check_modules(probed: Probed) -> None:
-    """Refuse settings of dracut's that leave out a module that ours needs."""
-    files = [line.split() for line in probed["left_out"].splitlines()]
-    for name in files[-1] if files else []:  # the last one has the last word
-        if name in NEEDED_MODULES:
-            file = next(file for file, *names in files if name in names)
-            raise Refused(f"{file} makes dracut omit {name}, which waker needs.")
+    """Refuse dracut settings that omit a module that ours needs."""
+    lines = [line.split() for line in probed["omitted"].splitlines()]
+    omitted = lines[-1][1:] if lines else []  # each line has those omitted so far
+    for module in NEEDED_MODULES:
+        if module in omitted:
+            file = next(file for file, *modules in lines if module in modules)
+            raise Refused(f"{file} makes dracut omit {module}, which waker needs.")
 
 
 def list_installed(probed: Probed) -> list[str]:
@@ -220,33 +222,38 @@ def find_root_disks(probed: Probed) -> list[str]:
     return [*dict.fromkeys(names)]
 
 
-def asks_in_initrd(disk: Disk, builder: str) -> bool:
-    """Return whether a disk that / does not need asks. Refuse one that asks later.
-
-    What a keyscript opens does not ask. Only Debian's own initrd runs keyscripts, and
-    without `initramfs`, systemd asks in their place.
-    """
-    script, attach = read_options(disk).get("keyscript", ""), ATTACH[builder]
-    is_early = attach in disk.options
-    if not is_early and {"noauto", "nofail"} & {*disk.options}:
-        return False
+def check_keyscript(disk: Disk, builder: str) -> None:
+    """Refuse a keyscript that asks a person, or that nothing runs."""
+    script = read_options(disk).get("keyscript", "")
     if Path(script).name in ASKING_SCRIPTS:
         raise Refused(
             f"the keyscript {script} asks a person to open {disk.name}, and waker does"
-            " not answer it. Without it, waker gives each disk the same passphrase."
+            " not answer it. Remove it: waker gives each disk the same passphrase."
         )
     if script and builder == "dracut":
         raise Refused(
-            f"{disk.name} asks at the screen: neither dracut nor systemd runs its"
-            " keyscript. Use a key file, nofail or noauto in /etc/crypttab."
+            f"{disk.name} has a keyscript, which neither dracut nor systemd runs. In"
+            " /etc/crypttab, use a key file instead, or nofail without x-initrd.attach."
         )
-    if (asks(disk) or script) and not is_early:
+
+
+def asks_in_initrd(disk: Disk, builder: str) -> bool:
+    """Return whether the initrd asks for a disk that / does not need.
+
+    Refuse a disk for which systemd may ask later.
+    """
+    attach, is_early = ATTACH[builder], ATTACH[builder] in disk.options
+    if not is_early and {"noauto", "nofail"} & {*disk.options}:
+        return False
+    check_keyscript(disk, builder)
+    has_keyscript = "keyscript" in read_options(disk)
+    if (asks(disk) or has_keyscript) and not is_early:
         raise Refused(
-            f"{disk.name} may ask at the screen later, even with a TPM, Clevis or a"
-            f" keyscript. In /etc/crypttab, add {attach} to its options (the initrd"
+            f"{disk.name} may ask at the screen later. (A TPM or Clevis may fail, and"
+            f" systemd runs no keyscript.) In /etc/crypttab, add {attach} (the initrd"
             " opens it), or nofail or noauto (nothing waits for it)."
         )
-    return asks(disk) and not script
+    return asks(disk) and not has_keyscript
 
 
 def find_disks(probed: Probed, builder: str) -> list[Disk]:
@@ -300,7 +307,7 @@ def read_headers(probed: Probed) -> dict[str, list[Token]]:
 
 
 def find_helpers(probed: Probed, disks: Sequence[Disk]) -> dict[str, str]:
-    """Find disks that Clevis or Mandos opens; returns which by the disk's name."""
+    """Return what opens disks without waker, Clevis or Mandos, by the disk's name."""
     installed, headers = list_installed(probed), read_headers(probed)
     helpers: dict[str, str] = {}
     for disk in disks:
@@ -493,7 +500,7 @@ def find_system_port(probed: Probed, card: Card, connection: str) -> str:
     found = connection.split()[3:] + list_ssh_ports(probed)
     if not found:
         raise Refused("it has no SSH server. Install the package openssh-server.")
-    listening = probed["listening"].replace(f"%{card.name}:", ":").split()
+    listening = probed["listening"].split()
     for port in found:
         for address in ("*", "0.0.0.0", card.address.ip):  # noqa: S104 # of the server
             if f"{address}:{port}" in listening:

@@ -57,7 +57,7 @@ MARK: Final = "# Written by waker's prepare.py. `waker prepare --undo` removes i
 RECORD: Final = Path("/var/lib/waker-prepare/record.json")
 UNFINISHED: Final = RECORD.with_name("unfinished")  # is there during a run
 IMAGES: Final = RECORD.with_name("images")  # where new ones are built
-LOCK: Final = Path("/run/waker-prepare.lock")  # of the one run
+RUN_LOCK: Final = Path("/run/waker-prepare.lock")  # held as long as a run is at work
 MODULES: Final = Path("/usr/lib/dracut/modules.d")
 MENU: Final = "/boot/grub/custom.cfg"  # GRUB's own menu reads it
 ENTRY: Final = "The initrd from before waker"
@@ -66,7 +66,7 @@ UNIT: Final = "waker-wake.service"
 HERE: Final = Path(__file__).resolve().parent
 MIB: Final = 1 << 20
 MARGIN: Final = 20 * MIB  # by which an image grows: drivers and an SSH server
-LOCKS: Final = ("/var/lib/dpkg/lock-frontend", "/var/lib/dpkg/lock")
+DPKG_LOCKS: Final = ("/var/lib/dpkg/lock-frontend", "/var/lib/dpkg/lock")
 LOCK_SECONDS: Final = 600  # unattended upgrades may take as long
 APT_UPDATE: Final = ("apt-get", "-q", "update")
 APT: Final = (
@@ -74,7 +74,7 @@ APT: Final = (
     *(f"-oDPkg::Lock::Timeout={LOCK_SECONDS}", "-oDpkg::Options::=--force-confold"),
     "install",
 )
-# What may be wrong with an image of dracut's that has nothing of ours.
+# What examine says of an image by dracut on a server that never had this program.
 NEVER_HAD: Final = ["it has no systemd-cryptsetup"]
 # Never remove these: the disk, or a login, may depend on them.
 NEEDED: Final = "cryptsetup.*|dracut(-core)?|initramfs.*|openssh.*|systemd.*"
@@ -274,24 +274,24 @@ def take_lock() -> IO[str]:
     Only root can open it. Nobody removes it, or two runs could each lock another file.
     """
     try:
-        lock = os.fdopen(os.open(LOCK, os.O_RDWR | os.O_CREAT, 0o600), "r+")
+        lock = os.fdopen(os.open(RUN_LOCK, os.O_RDWR | os.O_CREAT, 0o600), "r+")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise Refused(
-            "`waker prepare` is at work on it. Wait until that ends, and run this"
-            " again. If nobody can answer its question any more, end it there as root:"
-            f" kill {read(LOCK)}"
+            "`waker prepare` is already at work on it. Wait until that ends, and try"
+            " again. If you can no longer answer its question, end it on the server, as"
+            f" root: kill {read(RUN_LOCK)}"
         ) from None
     except OSError as error:
-        raise Refused(f"{LOCK}: {error.strerror}.") from None
+        raise Refused(f"{RUN_LOCK}: {error.strerror}.") from None
     lock.truncate()
     print(os.getpid(), file=lock, flush=True, end="")
     return lock
 
 
-def is_locked() -> bool:
+def dpkg_is_busy() -> bool:
     """Return whether another program installs packages just now."""
-    for name in filter(os.path.exists, LOCKS):
+    for name in filter(os.path.exists, DPKG_LOCKS):
         with Path(name).open("ab") as file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -303,11 +303,11 @@ def is_locked() -> bool:
 def wait_for_packages() -> None:
     """Wait while another program installs packages. Raises Failed if it takes long."""
     ends = time.monotonic() + LOCK_SECONDS
-    if is_locked():
+    if dpkg_is_busy():
         print("Waiting for another program that installs packages.", flush=True)
-    while is_locked():
+    while dpkg_is_busy():
         if time.monotonic() > ends:
-            raise Failed(f"another program holds {LOCKS[0]}. Try again later.")
+            raise Failed(f"another program holds {DPKG_LOCKS[0]}. Try again later.")
         time.sleep(1)
 
 
@@ -593,7 +593,7 @@ def replace_image(kernel: str, needs: Needs) -> None:
 def build(kernel: str, needs: Needs) -> None:
     """Replace a kernel's image, unless it is right already. Raises Failed.
 
-    Undo leaves an image alone that lacks what it never had.
+    Undo leaves alone an image with nothing of ours that never had systemd-cryptsetup.
     """
     image = f"/boot/initrd.img-{kernel}"
     wrong = examine(image, kernel, needs)
@@ -670,7 +670,7 @@ def find_notes(card: Card) -> list[str]:
         notes.append(f"{problem} cannot wake this server by this card. {remedy}")
     if card.has_dhcp:
         reserve = f"TO DO: reserve {card.address.ip} for {card.mac} in your router."
-        notes.append(f"{reserve} Otherwise, it may change.")
+        notes.append(f"{reserve} Otherwise, the server's address may change.")
     return notes
 
 
@@ -693,7 +693,7 @@ def show_settings(facts: Facts, host_key: str, nonce: str) -> None:
         print("\nPut these lines into waker.env:")
     print(*(f"{name}={value}" for name, value in settings.items()), sep="\n")
     for note in find_notes(card):
-        print(note)
+        print(note if nonce else f"\n{note}")
     if nonce:
         print(f"waker-end {nonce}")
 
@@ -788,8 +788,8 @@ def undo(probed: Probed, options: argparse.Namespace) -> None:
         print("There is nothing to undo. Nothing was changed.")
         return
     check(probed, NOT_NOW)
-    names = [change.name for change in record if change.name.startswith("/boot/")]
-    if any(map(os.path.exists, names)):
+    ours = [change.name for change in record if change.name.startswith("/boot/")]
+    if any(map(os.path.exists, ours)):  # or else, nothing in /boot is to be removed
         check(probed, READ_ONLY)
     # Every disk below /, however it is opened.
     disks = dict.fromkeys(re.findall(r"(?m)^(\S+) +crypt\b", probed["disks"]))
@@ -835,11 +835,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def advise(options: argparse.Namespace) -> str:
-    """Say what to do after a run that has failed half-way."""
-    again = "run the same command again, or `waker prepare --undo`"
+    """Say what to do if this run has failed half-way, or an earlier one."""
     if options.undo:
         again = "run `waker prepare --undo` again"
-    advice = f"This is half done. Before you restart the server, {again}."
+    else:
+        again = "run the same command again, or `waker prepare --undo`"
+    advice = f"The server is half prepared. Before you restart it, {again}."
     for kept in Path("/boot").glob("initrd.img-*.before-waker"):
         advice += f" (If it does not boot, use the kept image, {kept}.)"
     return advice

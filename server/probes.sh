@@ -27,7 +27,7 @@ disks() {
     done
 }
 
-# What is wrong with /boot, to which an automount must have led.
+# What is wrong with /boot. Listing it first triggers an automount.
 boot() {
     ls /boot >/dev/null
     findmnt --fstab /boot >/dev/null && ! findmnt --kernel /boot >/dev/null &&
@@ -135,8 +135,8 @@ own_options() (
     . /etc/dropbear/initramfs/dropbear.conf && echo "${DROPBEAR_OPTIONS-}"
 )
 
-# dracut's settings, in its order: a file, and the modules that are left out by then.
-left_out() {
+# Each file of dracut's settings, in its order, with the modules omitted so far.
+omitted() {
     # shellcheck disable=SC2016 # bash's variables
     bash -c '
         etc=/etc/dracut.conf.d lib=/usr/lib/dracut/dracut.conf.d
@@ -164,8 +164,8 @@ kernel_options() { cat /proc/cmdline; }
 
 images() { ls /boot; }
 
-# What booted it, if that gives its name as systemd's Boot Loader Interface says. The
-# second name is that of a unified kernel image.
+# The boot loader's name, if it sets the variable of systemd's Boot Loader Interface. A
+# unified kernel image sets the second one.
 boot_loader() {
     for name in LoaderInfo StubInfo; do
         variable=/sys/firmware/efi/efivars/$name-4a67b082-0a4c-41cf-b6c7-440b29bb8c4f

@@ -476,7 +476,7 @@ def test_what_the_owner_must_do_comes_last(home: Home) -> None:
     home.prepare(command=("sh", "-c", script))
     said = home.folder.joinpath("me/log").read_text()
     assert said.endswith("{}\n\n{}\n".format(*NOTES))
-    assert "One thing is left" in said
+    assert "\nNext, reboot the server, and unlock it from your phone at http" in said
     assert "\33" not in said
 
 

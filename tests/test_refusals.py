@@ -30,7 +30,9 @@ def test_a_second_run_is_refused_while_one_is_at_work(server: Server) -> None:
             for others in (f"--yes '{KEY}'", "--yes --undo"):
                 said = server.prepare(others, check=False)
                 assert said.startswith("Nothing was changed on this server: `waker pr")
-                assert said.endswith(f" end it there as root: kill {first.pid}\n")
+                assert said.endswith(
+                    f" end it on the server, as root: kill {first.pid}\n"
+                )
             assert server.files() == before
             (server.folder / "builds").rmdir()
             assert "The initrd of each kernel was examined." in first.communicate()[0]
@@ -90,7 +92,10 @@ REFUSALS: dict[str, tuple[str, dict[str, str]]] = {
         "proxmox-kernel-6.8-9 is half installed. First run `dpkg --configure -a`.",
         half("proxmox-kernel-6.8-9"),
     ),
-    "its old kernel": ("pve-kernel-6.2.16-3-pve is", half("pve-kernel-6.2.16-3-pve")),
+    "Proxmox's old kernel": (
+        "pve-kernel-6.2.16-3-pve is",
+        half("pve-kernel-6.2.16-3-pve"),
+    ),
     "Ubuntu's modules": ("linux-modules-6.8.0-9 is", half("linux-modules-6.8.0-9")),
     "a kernel without driver": (
         "kernel 6.1.0-9 has no driver vmxnet3 for eth0: remove that kernel, or build",
@@ -98,7 +103,7 @@ REFUSALS: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "omit_dracutmodules": (
         "/etc/dracut.conf.d/own.conf makes dracut omit crypt, which waker needs",
-        DRACUT | {"left_out": OMITS},
+        DRACUT | {"omitted": OMITS},
     ),
     "/boot not mounted": (
         "/boot is not mounted, although it is in /etc/fstab. Mount it.",
@@ -107,19 +112,22 @@ REFUSALS: dict[str, tuple[str, dict[str, str]]] = {
     "/boot read-only": ("/boot cannot be written", {"boot": "read-only\n"}),
     "a tailnet": (
         "nothing listens on port 22 of 192.168.1.20, so waker could not see that",
-        {"listening": "100.64.0.9:22\n[::]:22\n192.168.1.20:2222\n*%tailscale0:22\n"},
+        {"listening": "100.64.0.9:22\n[::]:22\n192.168.1.20:2222\n"},
     ),
     "decrypt_keyctl": (
         "the keyscript decrypt_keyctl asks a person to open data, and waker does not",
         table(f"none luks,{KEYCTL}"),
     ),
-    "and initramfs": ("decrypt_keyctl asks", table(f"id luks,{KEYCTL},initramfs")),
-    "and dracut": (
+    "decrypt_keyctl in the initrd": (
+        "decrypt_keyctl asks",
+        table(f"id luks,{KEYCTL},initramfs"),
+    ),
+    "decrypt_keyctl with dracut": (
         "decrypt_keyctl asks",
         table(f"none x-initrd.attach,{KEYCTL}") | DRACUT,
     ),
     "decrypt_derived": (
-        "with a TPM, Clevis or a keyscript. In /etc/crypttab, add initramfs to its opt",
+        "systemd runs no keyscript.) In /etc/crypttab, add initramfs (the initrd opens",
         table(f"vda2_crypt luks,{DERIVED}"),
     ),
     "passdev": (
@@ -127,11 +135,11 @@ REFUSALS: dict[str, tuple[str, dict[str, str]]] = {
         table("/dev/disk/by-label/x:/key luks,keyscript=passdev"),
     ),
     "a keyscript, dracut": (
-        "data asks at the screen: neither dracut nor systemd runs its keyscript",
+        "data has a keyscript, which neither dracut nor systemd runs. In /etc/cryptt",
         table(f"vda2_crypt {DERIVED},x-initrd.attach") | DRACUT,
     ),
     "a TPM, later": (
-        "add x-initrd.attach to its options (the initrd opens it), or nofail or noauto",
+        "add x-initrd.attach (the initrd opens it), or nofail or noauto (nothing waits",
         table("none luks,tpm2-device=auto") | DRACUT,
     ),
     "a detached header": (
@@ -187,13 +195,12 @@ def test_a_server_is_refused_with_the_reason(
         find(**recordings)
 
 
-OWN = "/etc/dracut.conf.d/own.conf"
 ACCEPTED: dict[str, dict[str, str]] = {
     "GRUB": {"boot_loader": "GRUB 2.12-9\n"},
     "no driver for another card": {"missing_drivers": "6.1.0-9-amd64 e1000\n"},
     "a keyscript in the initrd": table(f"none luks,{DERIVED},initramfs"),
     "a keyscript of nobody's": table(f"none luks,{KEYCTL},noauto"),
-    "a module after all": DRACUT | {"left_out": f"{OMITS}/etc/dracut.conf.d/z.conf \n"},
+    "a module after all": DRACUT | {"omitted": f"{OMITS}/etc/dracut.conf.d/z.conf \n"},
 }
 
 
@@ -248,7 +255,7 @@ def test_the_probes_see_it(server: Server) -> None:
     server.write(modules[0], 'omit_dracutmodules+=" crypt dm "\n')
     server.write(modules[1], 'omit_dracutmodules=" dm "\n')
     server.write("/usr/lib/dracut/dracut.conf.d/own.conf", "exit 1\n")  # overruled
-    first, nine, own = look("left_out").splitlines()
+    first, nine, own = look("omitted").splitlines()
     assert first.split() == ["/etc/dracut.conf"]
     assert nine.split() == [modules[1], "dm"]
     assert own.split() == [modules[0], "dm", "crypt", "dm"]
@@ -284,7 +291,7 @@ def test_the_probes_see_it(server: Server) -> None:
     assert "unmounted\n" in look("boot")
 
 
-def test_a_read_only_boot_is_refused_and_an_undo_needs_it_only_later(
+def test_undo_needs_a_writable_boot_only_to_remove_what_is_there(
     server: Server,
 ) -> None:
     """As 4.0.0 left it: it had begun to copy the image. Later, there is one."""
@@ -302,7 +309,7 @@ def test_a_read_only_boot_is_refused_and_an_undo_needs_it_only_later(
     assert said.startswith(
         "Nothing was changed on this server: /boot cannot be written"
     )
-    assert "\nThis is half done. " in said
+    assert "\nThe server is half prepared. " in said
     assert ".before-waker" not in said  # there is none
     assert "Undone." in server.undo()
     server.run("mount -o remount,rw /boot")
@@ -327,7 +334,9 @@ def test_undo_needs_no_systemd(server: Server) -> None:
     assert server.files_of_the_owner() == bare
 
 
-def test_undo_asks_nothing_of_an_image_that_it_never_had(server: Server) -> None:
+def test_undo_accepts_an_image_that_never_had_systemd_cryptsetup(
+    server: Server,
+) -> None:
     """As 4.0.0 left it without systemd-cryptsetup. The kernel knows the disk."""
     server.set(**RECORDED["systems"]["dracut"] | {"kernels": f"{server.kernel}\n"})
     server.run("mkdir image; echo rd.luks.uuid=x >cmdline")

@@ -124,7 +124,7 @@ def test_a_bridge_may_lead_to_virtual_machines_as_well() -> None:
         ("2200 2222", "", {"ssh_ports": "0.0.0.0:2200\n", "listening": "*:2200"}),
         ("2022 2222", "", {"ssh_ports": "[::]:2022 (Stream)\n", "listening": "*:2022"}),
         # The box came by a tunnel, to a port that is open there alone.
-        ("22 2222", "a 1 b 2022", {"listening": "100.64.0.9:2022\n*%eth0:22\n"}),
+        ("22 2222", "a 1 b 2022", {"listening": "100.64.0.9:2022\n*:22\n"}),
         ("22 222", BOX, {"own_options": "-p 222 -s -j -k"}),
         ("22 99", BOX, {"own_options": "-s -p192.168.1.20:99 -c cryptroot-unlock"}),
         ("22 222", BOX, {"own_options": "-sjkp 222"}),
@@ -289,9 +289,9 @@ REFUSALS = [
     ("keyscript opens", {"crypttab": "vda2_crypt x none luks,keyscript=/bin/x\n"}),
     ("it is not LUKS", {"crypttab": "vda2_crypt x none plain"}),
     ("data may ask", {"crypttab": TABLE + "# x\n data UUID=x none luks\n"}),
-    ("add initramfs to", {"crypttab": TABLE + "data UUID=x none x-initrd.attach"}),
+    ("add initramfs (the", {"crypttab": TABLE + "data UUID=x none x-initrd.attach"}),
     (
-        "add x-initrd.attach to",
+        "add x-initrd.attach (the",
         {"crypttab": TABLE + "data UUID=x none initramfs", "builder": "dracut"},
     ),
     *(
@@ -695,7 +695,7 @@ def test_a_failure_is_a_sentence(server: Server) -> None:
     assert server.files() == before
     server.run(f"mkdir -p {CONF}.waker-new")
     said = server.prepare(check=False)
-    assert f"FAILED: [Errno 21] Is a directory: '{CONF}.waker-new'\nThis is" in said
+    assert f"FAILED: [Errno 21] Is a directory: '{CONF}.waker-new'\nThe se" in said
     server.run(f"rmdir {CONF}.waker-new")
     server.prepare()
 
@@ -830,7 +830,7 @@ def test_what_the_owner_has_changed_since_is_not_lost(server: Server) -> None:
     server.run(f"rm {CONF}; touch /var/lib/waker-prepare/unfinished")
     said = server.prepare(check=False)
     assert f"Nothing was changed on this server: {other} has your changes" in said
-    assert "\nThis is half done. " in said
+    assert "\nThe server is half prepared. " in said
     server.write(other, ours, 0o755)
     assert "WARNING: the kept image gets no entry" in server.prepare()
     assert server.read(menu).startswith(own_entry)
@@ -995,7 +995,7 @@ def test_a_wrong_image_is_never_put_in_place(server: Server) -> None:
     assert "The server is prepared." in server.prepare()
 
     before = server.run(f"sha256sum <{image}")
-    again = "restart the server, run `waker prepare --undo` again. (If it does"
+    again = "restart it, run `waker prepare --undo` again. (If it does not boot"
     kept = f"use the kept image, {image}.before-waker.)"
     undo = "--yes --undo"
     fails("rm sbin/cryptsetup", "no cryptsetup", again, kept, arguments=undo)
@@ -1010,7 +1010,9 @@ def test_an_image_that_does_not_fit_is_left_for_a_second_run(server: Server) -> 
     server.spoil("head -c 40M /dev/urandom >large")
     said = server.prepare(check=False)
     assert "FAILED: /boot needs 41 MiB free for the new initrd.img-" in said
-    assert "\nThis is half done. Before you restart the server, run the same c" in said
+    assert (
+        "\nThe server is half prepared. Before you restart it, run the same c" in said
+    )
     assert server.run(f"sha256sum <{server.image}") == old
     server.run("rm /boot/other")
     assert "The server is prepared." in server.prepare()

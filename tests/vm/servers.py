@@ -239,7 +239,7 @@ def test_a_second_run_changes_nothing(trial: Trial) -> None:
     trial.wait_for(BUILDING, begin)
     second = trial.computer.ssh(command)
     assert second.returncode == 1
-    assert b"`waker prepare` is at work on it." in second.stderr
+    assert b"`waker prepare` is already at work on it." in second.stderr
     trial.wait_for(PREPARED, begin)
     trial.prepare(KNOWN, LOGIN, SUDO)
     trial.switch_off()
