@@ -43,6 +43,7 @@ DEFAULTS: Final = {name: default for name, (_, default, *_) in waker.SETTINGS.it
 MAX_OUTPUT: Final = 1 << 20  # bytes of a server's output; a preparation prints less
 # What the owner must read at the end, as prepare.py prints it.
 NOTE: Final = re.compile("(?:WARNING|TO DO): [ -~]{1,300}")
+MAX_NOTES: Final = 3  # lines; prepare.py has two
 MAX_KEY: Final = 8192  # characters of a public key's line; the largest have 3,000
 EXPLAINED: Final = 3  # exit status of a failure with a message; sudo's own is 1
 # Ends whatever sequence the server's last bytes began, and resets colours and letters:
@@ -109,6 +110,8 @@ def parse_answer(output: bytes, nonce: str) -> tuple[dict[str, str], list[str]]:
     """Return the settings and the notes that a server reports. Raises: ValueError."""
     lines = find_answer(output, nonce)
     notes = [line for line in lines if NOTE.fullmatch(line)]
+    if len(notes) > MAX_NOTES:
+        raise ValueError
     return parse_settings([line for line in lines if line not in notes]), notes
 
 
@@ -397,8 +400,8 @@ def set_up_box(
     status = run_as_owner(folder, "--settle", str(folder), *settings).returncode
     if status not in (0, EXPLAINED):  # perhaps because of a wrong password
         print(f"\nThe server is prepared. To set up this box, repeat: {typed}")
-    for note in notes:
-        print(f"\n{note}")
+    if notes:
+        print("\nThe server says:", *notes, sep="\n")
     return status
 
 

@@ -14,11 +14,12 @@ PACKAGES: Final = {
     "dracut": ("dracut-network", "openssh-server", "ethtool"),
     "initramfs-tools": ("cryptsetup-initramfs", "dropbear-initramfs", "ethtool"),
 }
-# If one of these is omitted, dracut omits our module. Each was tried with dracut 106.
+# If one of these is omitted, dracut omits our module or fails. Seen with dracut 106.
 NEEDED_MODULES: Final = (
-    *("bash", "crypt", "dm", "initrd-ssh", "initrd-ssh-last", "kernel-network-modules"),
-    *("net-lib", "rootfs-block", "systemd", "systemd-ask-password"),
-    *("systemd-cryptsetup", "systemd-networkd", "systemd-sysusers"),
+    *("base", "bash", "crypt", "dm", "fs-lib", "initrd-ssh", "initrd-ssh-last"),
+    *("kernel-network-modules", "net-lib", "rootfs-block", "systemd"),
+    *("systemd-ask-password", "systemd-cryptsetup", "systemd-networkd"),
+    *("systemd-sysusers", "systemd-udevd", "udev-rules"),
 )
 # The crypttab option that makes the initrd open a disk that / does not need.
 ATTACH: Final = {"dracut": "x-initrd.attach", "initramfs-tools": "initramfs"}
@@ -101,7 +102,7 @@ class Facts(NamedTuple):
 # "PROBE: PATTERN" rules it out if a line of what the probe printed begins like that. {}
 # is the pattern's group.
 
-# Undo checks these as well. GRUB could start a half-installed kernel without an initrd.
+# Undo checks these as well: GRUB could start a half-installed kernel without an initrd.
 NOT_NOW: Final = {
     r"packages: ((?:linux-(?:image|modules)|(?:proxmox|pve)-kernel)-\S+) \S+ "
     r"(?:unpacked|half-\S+|triggers-\S+)$": (
@@ -109,13 +110,15 @@ NOT_NOW: Final = {
     ),
     "boot: unmounted": "/boot is not mounted, although it is in /etc/fstab. Mount it.",
 }
+# This, if there is something to change in /boot.
 READ_ONLY: Final = {
     "boot: read-only": "/boot cannot be written. Is it mounted read-only?",
 }
 UNFIT: Final = {
     "init: none": "it does not run systemd, which must keep Wake-on-LAN on.",
-    r"boot_loader: (?!GRUB)(\S.*)": (
-        "it does not boot with GRUB, which is all that waker knows, but with {}."
+    # A kernel gives the name of its own stub if GRUB gives none.
+    r"boot_loader: (?!GRUB|Linux EFI stub)(\S.*)": (
+        "it boots with {}, not with GRUB from /boot, which is all that waker knows."
     ),
     "packages: tinyssh-initramfs (?:install|hold) ": (
         "waker cannot use tinyssh. Remove the package tinyssh-initramfs."
@@ -233,25 +236,28 @@ def check_keyscript(disk: Disk, builder: str) -> None:
     if script and builder == "dracut":
         raise Refused(
             f"{disk.name} has a keyscript, which neither dracut nor systemd runs. In"
-            " /etc/crypttab, use a key file instead, or nofail without x-initrd.attach."
+            " /etc/crypttab, use a key file alone, or nofail without x-initrd.attach."
         )
 
 
-def asks_in_initrd(disk: Disk, builder: str) -> bool:
+def asks_in_initrd(disk: Disk, builder: str, swap: Sequence[str]) -> bool:
     """Return whether the initrd asks for a disk that / does not need.
 
-    Refuse a disk for which systemd may ask later.
+    Refuse a disk for which systemd may ask later. Debian's initrd runs the keyscripts
+    of disks with `swap`, from which it would resume.
     """
     attach, is_early = ATTACH[builder], ATTACH[builder] in disk.options
     if not is_early and {"noauto", "nofail"} & {*disk.options}:
         return False
     check_keyscript(disk, builder)
     has_keyscript = "keyscript" in read_options(disk)
+    if has_keyscript and disk.name in swap:
+        return False
     if (asks(disk) or has_keyscript) and not is_early:
         raise Refused(
             f"{disk.name} may ask at the screen later. (A TPM or Clevis may fail, and"
             f" systemd runs no keyscript.) In /etc/crypttab, add {attach} (the initrd"
-            " opens it), or nofail or noauto (nothing waits for it)."
+            " opens it), or nofail, as in /etc/fstab (nothing waits for it)."
         )
     return asks(disk) and not has_keyscript
 
@@ -267,7 +273,8 @@ def find_disks(probed: Probed, builder: str) -> list[Disk]:
         if not asks(disk) or any(o.startswith(NOT_LUKS) for o in disk.options):
             raise Refused(f"a key file or keyscript opens {name}, or it is not LUKS.")
         disks.append(disk)
-    return disks + [d for d in table.values() if asks_in_initrd(d, builder)]
+    swap = re.findall(r"(?m)^(\S+) +crypt\b", probed["swap"])
+    return disks + [d for d in table.values() if asks_in_initrd(d, builder, swap)]
 
 
 def list_tokens(disk: Disk) -> list[Token]:
@@ -500,7 +507,8 @@ def find_system_port(probed: Probed, card: Card, connection: str) -> str:
     found = connection.split()[3:] + list_ssh_ports(probed)
     if not found:
         raise Refused("it has no SSH server. Install the package openssh-server.")
-    listening = probed["listening"].split()
+    # A socket may be bound to an interface as well.
+    listening = re.sub("%[^:]*", "", probed["listening"]).split()
     for port in found:
         for address in ("*", "0.0.0.0", card.address.ip):  # noqa: S104 # of the server
             if f"{address}:{port}" in listening:
@@ -532,7 +540,7 @@ def find_initrd_port(probed: Probed, builder: str, options: str, system: str) ->
 
 def understand(probed: Probed, wanted_card: str, connection: str) -> Facts:
     """Turn what was probed into facts. Raises Refused."""
-    check(probed, NOT_NOW | READ_ONLY | UNFIT)
+    check(probed, NOT_NOW | UNFIT)
     builder = find_builder(probed)
     disks = find_disks(probed, builder)
     card = find_card(probed, wanted_card)

@@ -74,8 +74,8 @@ APT: Final = (
     *(f"-oDPkg::Lock::Timeout={LOCK_SECONDS}", "-oDpkg::Options::=--force-confold"),
     "install",
 )
-# What examine says of an image by dracut on a server that never had this program.
-NEVER_HAD: Final = ["it has no systemd-cryptsetup"]
+# What examine says of dracut's images on a server that never had this program.
+NEVER_HAD: Final = "it has no systemd-cryptsetup"
 # Never remove these: the disk, or a login, may depend on them.
 NEEDED: Final = "cryptsetup.*|dracut(-core)?|initramfs.*|openssh.*|systemd.*"
 UNCHANGED: Final = "Nothing was changed on this server:"
@@ -571,8 +571,11 @@ def examine(image: str, kernel: str, needs: Needs) -> list[str]:
     return run("sh", str(HERE / "examine"), *given).splitlines()
 
 
-def replace_image(kernel: str, needs: Needs) -> None:
-    """Build and examine an image, and put it in place. Raises Failed, without harm."""
+def replace_image(kernel: str, needs: Needs, accepted: Sequence[str]) -> None:
+    """Build and examine an image, and put it in place. Raises Failed, without harm.
+
+    `accepted` may be wrong with it.
+    """
     image = Path(f"/boot/initrd.img-{kernel}")
     # Elsewhere, because nobody knows how large it will be, and /boot may be small.
     shutil.rmtree(IMAGES, ignore_errors=True)
@@ -580,7 +583,8 @@ def replace_image(kernel: str, needs: Needs) -> None:
     # In a new folder: if a run was killed, its builder may still write to the old one.
     new = Path(tempfile.mkdtemp(dir=IMAGES), image.name)
     run("sh", str(HERE / needs.builder / "build"), str(new), kernel)
-    if wrong := examine(str(new), kernel, needs):
+    wrong = examine(str(new), kernel, needs)
+    if wrong := [what for what in wrong if what not in accepted]:
         raise Failed(f"the new {image} is not used: {'; '.join(wrong)}.")
     size = new.stat().st_size
     if shutil.disk_usage("/boot").free < size:
@@ -593,15 +597,14 @@ def replace_image(kernel: str, needs: Needs) -> None:
 def build(kernel: str, needs: Needs) -> None:
     """Replace a kernel's image, unless it is right already. Raises Failed.
 
-    Undo leaves alone an image with nothing of ours that never had systemd-cryptsetup.
+    Undo does not ask for systemd-cryptsetup if the image in place has none.
     """
     image = f"/boot/initrd.img-{kernel}"
     wrong = examine(image, kernel, needs)
-    if needs.state == "undone" and wrong == NEVER_HAD:
-        return
-    if wrong:
+    accepted = [NEVER_HAD] if needs.state == "undone" and NEVER_HAD in wrong else []
+    if wrong != accepted:
         print(f"Building and examining {image}, which may take minutes.", flush=True)
-        replace_image(kernel, needs)
+        replace_image(kernel, needs, accepted)
     hooks = Path("/etc/initramfs/post-update.d")
     if hooks.is_dir():  # some boot loaders keep copies of images
         run("run-parts", f"--arg={kernel}", f"--arg={image}", str(hooks))
@@ -758,6 +761,7 @@ def prepare(probed: Probed, options: argparse.Namespace) -> None:
         show_settings(facts, read_host_key(facts.builder), options.nonce)
         return
 
+    check(probed, READ_ONLY)
     check_room(facts, wrong)
     print("Found:", *(f"    {line}" for line in describe(facts)), sep="\n")
     if not menu:

@@ -30,10 +30,13 @@ disks() {
 # What is wrong with /boot. Listing it first triggers an automount.
 boot() {
     ls /boot >/dev/null
-    findmnt --fstab /boot >/dev/null && ! findmnt --kernel /boot >/dev/null &&
-        echo unmounted
+    findmnt --fstab --mountpoint /boot >/dev/null &&
+        ! findmnt --kernel --mountpoint /boot >/dev/null && echo unmounted
     [ -w /boot ] || echo read-only
 }
+
+# What swap space is on, as in disks.
+swap() { swapon --noheadings --raw --show=NAME | xargs -r lsblk -nlso NAME,TYPE; }
 
 boot_disks() { findmnt -nvo SOURCES -T /boot | xargs -r lsblk -nlso NAME,TYPE,TRAN; }
 
@@ -146,7 +149,7 @@ omitted() {
                 *) [ -e "$etc/$file" ] && file=$etc/$file || file=$lib/$file ;;
             esac
             [ ! -e "$file" ] || . "$file" >/dev/null
-            echo "$file $omit_dracutmodules"
+            echo "$file" $omit_dracutmodules
         done
     '
 }

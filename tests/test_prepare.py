@@ -409,6 +409,7 @@ LIES = {
     "a note in red": ANSWER.replace(
         "\nwaker-end", "\nTO DO: \33[31mnothing\nwaker-end"
     ),
+    "many notes": ANSWER.replace("\nwaker-end", 4 * "\nTO DO: this" + "\nwaker-end"),
     "a long note": ANSWER.replace("\nwaker-end", f"\nTO DO: {'x' * 301}\nwaker-end"),
 }
 
@@ -475,7 +476,7 @@ def test_what_the_owner_must_do_comes_last(home: Home) -> None:
     script = f'{" ".join(PROGRAM)} "$0" "$@" >/mnt/me/log'
     home.prepare(command=("sh", "-c", script))
     said = home.folder.joinpath("me/log").read_text()
-    assert said.endswith("{}\n\n{}\n".format(*NOTES))
+    assert said.endswith("\nThe server says:\n{}\n{}\n".format(*NOTES))
     assert "\nNext, reboot the server, and unlock it from your phone at http" in said
     assert "\33" not in said
 

@@ -109,7 +109,6 @@ REFUSALS: dict[str, tuple[str, dict[str, str]]] = {
         "/boot is not mounted, although it is in /etc/fstab. Mount it.",
         {"boot": "unmounted\n", "boot_disks": probed()["disks"]},
     ),
-    "/boot read-only": ("/boot cannot be written", {"boot": "read-only\n"}),
     "a tailnet": (
         "nothing listens on port 22 of 192.168.1.20, so waker could not see that",
         {"listening": "100.64.0.9:22\n[::]:22\n192.168.1.20:2222\n"},
@@ -139,7 +138,7 @@ REFUSALS: dict[str, tuple[str, dict[str, str]]] = {
         table(f"vda2_crypt {DERIVED},x-initrd.attach") | DRACUT,
     ),
     "a TPM, later": (
-        "add x-initrd.attach (the initrd opens it), or nofail or noauto (nothing waits",
+        "add x-initrd.attach (the initrd opens it), or nofail, as in /etc/fstab (noth",
         table("none luks,tpm2-device=auto") | DRACUT,
     ),
     "a detached header": (
@@ -179,11 +178,17 @@ REFUSALS: dict[str, tuple[str, dict[str, str]]] = {
         {"network": "wifi", "links": links_of("wifi", eth0=CABLE)},
     ),
     "systemd-boot": (
-        "not boot with GRUB, which is all that waker knows, but with systemd-boot 2.",
+        "it boots with systemd-boot 2, not with GRUB from /boot, which is all that",
         booted_by("systemd-boot 2"),
     ),
-    "a unified image": ("but with systemd-stub 257", booted_by("systemd-stub 257")),
-    "Proxmox's ESP": ("but with proxmox-boot-tool", booted_by("proxmox-boot-tool")),
+    "a unified image": (
+        "it boots with systemd-stub 257",
+        booted_by("systemd-stub 257"),
+    ),
+    "Proxmox's ESP": (
+        "it boots with proxmox-boot-tool",
+        booted_by("proxmox-boot-tool"),
+    ),
 }
 
 
@@ -197,6 +202,10 @@ def test_a_server_is_refused_with_the_reason(
 
 ACCEPTED: dict[str, dict[str, str]] = {
     "GRUB": {"boot_loader": "GRUB 2.12-9\n"},
+    "GRUB without its name": {"boot_loader": "Linux EFI stub 7.3.0\n"},
+    "a keyscript of the swap space": table(f"vda2_crypt swap,{DERIVED}")
+    | {"swap": "data crypt \nvda3 part\n"},
+    "a socket of the card": {"listening": "*%eth0:22\n"},
     "no driver for another card": {"missing_drivers": "6.1.0-9-amd64 e1000\n"},
     "a keyscript in the initrd": table(f"none luks,{DERIVED},initramfs"),
     "a keyscript of nobody's": table(f"none luks,{KEYCTL},noauto"),
@@ -252,7 +261,7 @@ def test_the_probes_see_it(server: Server) -> None:
     assert look("init") == ""
 
     modules = "/etc/dracut.conf.d/own.conf", "/usr/lib/dracut/dracut.conf.d/9.conf"
-    server.write(modules[0], 'omit_dracutmodules+=" crypt dm "\n')
+    server.write(modules[0], 'omit_dracutmodules+=" crypt\n dm "\n')
     server.write(modules[1], 'omit_dracutmodules=" dm "\n')
     server.write("/usr/lib/dracut/dracut.conf.d/own.conf", "exit 1\n")  # overruled
     first, nine, own = look("omitted").splitlines()
@@ -283,12 +292,18 @@ def test_the_probes_see_it(server: Server) -> None:
     server.write("/usr/sbin/modinfo", '#!/bin/sh\n[ "$*" = "-k 9 net" ]', 0o755)
     assert look("missing_drivers") == ""
 
-    server.write("/etc/fstab", "none /boot tmpfs defaults 0 0\n")
+    server.write("/etc/fstab", "/boot /srv none bind\nnone /boot tmpfs\n")
     assert look("boot") == ""
     server.run("mount -o remount,ro /boot")
     assert look("boot") == "read-only\n"
     server.run("umount /boot")
     assert "unmounted\n" in look("boot")
+
+
+def record(server: Server, kept: str) -> None:
+    """Record that a copy of the image was begun, as the first change is."""
+    change = {"kind": "COPY", "name": kept, "text": server.image, "before": None}
+    server.write("/var/lib/waker-prepare/record.json", json.dumps([change]))
 
 
 def test_undo_needs_a_writable_boot_only_to_remove_what_is_there(
@@ -297,13 +312,7 @@ def test_undo_needs_a_writable_boot_only_to_remove_what_is_there(
     """As 4.0.0 left it: it had begun to copy the image. Later, there is one."""
     image = server.image
     server.run("mount -o remount,ro /boot")
-    copy = {
-        "kind": "COPY",
-        "name": f"{image}.before-waker",
-        "text": image,
-        "before": None,
-    }
-    server.write("/var/lib/waker-prepare/record.json", json.dumps([copy]))
+    record(server, f"{image}.before-waker")
     server.write("/var/lib/waker-prepare/unfinished", "")
     said = server.prepare(check=False)
     assert said.startswith(
@@ -334,21 +343,26 @@ def test_undo_needs_no_systemd(server: Server) -> None:
     assert server.files_of_the_owner() == bare
 
 
-def test_undo_accepts_an_image_that_never_had_systemd_cryptsetup(
-    server: Server,
-) -> None:
-    """As 4.0.0 left it without systemd-cryptsetup. The kernel knows the disk."""
+def test_undo_accepts_images_that_never_had_systemd_cryptsetup(server: Server) -> None:
+    """As 4.0.0 left a server with dracut. But it puts none in place of one that has it.
+
+    In place of dracut's images are archives. The kernel knows the disk.
+    """
     server.set(**RECORDED["systems"]["dracut"] | {"kernels": f"{server.kernel}\n"})
-    server.run("mkdir image; echo rd.luks.uuid=x >cmdline")
-    lsinitrd = f"#!/bin/sh\ncp -a {server.folder}/image/. .\n"
-    server.write("/usr/bin/lsinitrd", lsinitrd, 0o755)
-    kept, conf = f"{server.image}.before-waker", "/etc/dracut.conf.d/initrd-ssh.conf"
-    server.run(f"cp {server.image} {kept}")
-    server.write(conf, "x")
-    copy = {"kind": "COPY", "name": kept, "text": server.image, "before": None}
-    file = {"kind": "FILE", "name": conf, "text": "x", "before": None}
-    server.write("/var/lib/waker-prepare/record.json", json.dumps([copy, file]))
-    said = server.undo()
-    assert "Undone." in said
-    assert server.run("ls /boot/init*") == f"{server.image}\n"
-    assert not server.path(conf).exists()
+    server.run("echo rd.luks.uuid=x >cmdline; mkdir -p files/etc/initrd-ssh")
+    server.write("/usr/bin/lsinitrd", '#!/bin/sh\nexec tar -xf "$2"\n', 0o755)
+    build = f'echo >>{server.folder}/built; tar -cf "$1" -T /dev/null\n'
+    (server.folder / "server/dracut/build").write_text(build)
+    kept, key = f"{server.image}.before-waker", "etc/initrd-ssh/authorized_keys"
+    server.run(f"cd files; touch {key} systemd-cryptsetup")
+    for content in ("-T /dev/null", key):
+        server.run(f"tar -C files -cf {server.image} {content}; touch {kept}")
+        record(server, kept)
+        assert "Undone." in server.undo()
+        assert server.run("ls /boot/init*") == f"{server.image}\n"
+        assert server.count_builds() == (content == key)
+        assert server.run(f"tar -tf {server.image}") == ""
+    server.run(f"tar -C files -cf {server.image} {key} systemd-cryptsetup")
+    record(server, kept)
+    assert "is not used: it has no systemd-cryptsetup" in server.undo(check=False)
+    assert server.run(f"tar -tf {server.image}") == f"{key}\nsystemd-cryptsetup\n"
