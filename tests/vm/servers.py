@@ -236,7 +236,7 @@ def test_a_second_run_changes_nothing(trial: Trial) -> None:
     trial.boot()
     command, begin = copy_program(trial), len(trial.computer.console)
     trial.run(f"setsid {command} </dev/null >/dev/console 2>&1 &")
-    trial.wait_for(BUILDING, begin)
+    trial.wait_for("Unpacking dropbear-initramfs", begin)
     second = trial.computer.ssh(command)
     assert second.returncode == 1
     assert b"`waker prepare` is already at work on it." in second.stderr
