@@ -251,27 +251,34 @@ def test_what_opens_the_disk_by_itself_is_said() -> None:
 # ---- On simulated servers ----
 
 
-def test_the_probes_see_it(server: Server) -> None:
-    def look(name: str) -> str:
-        script = f"{CHECKOUT}/server/probes.sh"
-        return server.run(f"sh {script} {name} 2>/dev/null", check=False)
+def probe(server: Server, name: str) -> str:
+    """Return what a function of probes.sh prints there."""
+    script = f"{CHECKOUT}/server/probes.sh"
+    return server.run(f"sh {script} {name} 2>/dev/null", check=False)
 
-    assert look("init") == "none\n"
+
+def test_systemd_counts_only_if_it_runs(server: Server) -> None:
+    """Not its program, which may be there without."""
+    assert probe(server, "init") == "none\n"
     server.run("mkdir -p /run/systemd/system")
-    assert look("init") == ""
+    assert probe(server, "init") == ""
 
-    modules = "/etc/dracut.conf.d/own.conf", "/usr/lib/dracut/dracut.conf.d/9.conf"
-    server.write(modules[0], 'omit_dracutmodules+=" crypt\n dm "\n')
-    server.write(modules[1], 'omit_dracutmodules=" dm "\n')
-    server.write("/usr/lib/dracut/dracut.conf.d/own.conf", "exit 1\n")  # overruled
-    first, nine, own = look("omitted").splitlines()
-    assert first.split() == ["/etc/dracut.conf"]
-    assert nine.split() == [modules[1], "dm"]
-    assert own.split() == [modules[0], "dm", "crypt", "dm"]
 
+def test_dracuts_settings_are_read_as_dracut_does(server: Server) -> None:
+    """In the order of their names; the owner's file hides one of the same name."""
+    own, nine = "/etc/dracut.conf.d/own.conf", "/usr/lib/dracut/dracut.conf.d/9.conf"
+    server.write(own, 'omit_dracutmodules+=" crypt\n dm "\n')
+    server.write(nine, 'omit_dracutmodules=" dm "\n')
+    server.write("/usr/lib/dracut/dracut.conf.d/own.conf", "exit 1\n")
+    lines = probe(server, "omitted").splitlines()
+    assert lines == ["/etc/dracut.conf", f"{nine} dm", f"{own} dm crypt dm"]
+
+
+def test_a_boot_loader_gives_its_name(server: Server) -> None:
+    """In UTF-16, behind four bytes of attributes."""
     variables = "/sys/firmware/efi/efivars"
     server.run(f"mount -t tmpfs none /sys/firmware; mkdir -p {variables}")
-    assert look("boot_loader") == ""
+    assert probe(server, "boot_loader") == ""
     for name, value in (
         ("LoaderInfo", "systemd-boot 2"),
         ("StubInfo", "systemd-stub 2"),
@@ -279,25 +286,30 @@ def test_the_probes_see_it(server: Server) -> None:
         file = server.path(f"{variables}/{name}-4a67b082-0a4c-41cf-b6c7-440b29bb8c4f")
         file.write_bytes(b"\6\0\0\0" + f"{value}\0".encode("utf-16-le"))
     server.write("/etc/kernel/proxmox-boot-uuids", "")
-    said = "systemd-boot 2\nsystemd-stub 2\nproxmox-boot-tool\n"
-    assert look("boot_loader") == said
+    names = "systemd-boot 2\nsystemd-stub 2\nproxmox-boot-tool\n"
+    assert probe(server, "boot_loader") == names
 
+
+def test_each_kernel_is_asked_for_each_cards_driver(server: Server) -> None:
     driver = "/sys/class/net/eth0/device/driver"
     server.run(f"mount -t tmpfs none /sys/class/net; mkdir -p {driver} /lib/modules/9")
     server.run(f"ln -s /sys/class/net {driver}/module")
-    server.write(
-        "/usr/bin/linux-version", "#!/bin/sh\n[ $1 = sort ] && cat || echo 9", 0o755
-    )
-    assert look("missing_drivers") == "9 net\n"
+    versions = "#!/bin/sh\n[ $1 = sort ] && cat || echo 9\n"
+    server.write("/usr/bin/linux-version", versions, 0o755)
+    assert probe(server, "missing_drivers") == "9 net\n"
     server.write("/usr/sbin/modinfo", '#!/bin/sh\n[ "$*" = "-k 9 net" ]', 0o755)
-    assert look("missing_drivers") == ""
+    assert probe(server, "missing_drivers") == ""
 
+
+def test_boot_is_mounted_and_can_be_written_or_not(server: Server) -> None:
     server.write("/etc/fstab", "/boot /srv none bind\nnone /boot tmpfs\n")
-    assert look("boot") == ""
+    assert probe(server, "boot") == ""
     server.run("mount -o remount,ro /boot")
-    assert look("boot") == "read-only\n"
+    assert probe(server, "boot") == "read-only\n"
     server.run("umount /boot")
-    assert "unmounted\n" in look("boot")
+    assert "unmounted\n" in probe(server, "boot")
+    server.write("/etc/fstab", "/boot /srv none bind\n")
+    assert "unmounted" not in probe(server, "boot")
 
 
 def record(server: Server, kept: str) -> None:
