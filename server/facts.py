@@ -99,8 +99,8 @@ class Facts(NamedTuple):
 
 
 # ---- What rules a server out ---------------------------------------------------------
-# "PROBE: PATTERN" rules it out if a line of what the probe printed begins like that. {}
-# is the pattern's group.
+# "PROBE: PATTERN" rules it out if a line that the probe printed begins like that. {} is
+# the pattern's group.
 
 # Undo checks these as well: GRUB could start a half-installed kernel without an initrd.
 NOT_NOW: Final = {
@@ -257,7 +257,8 @@ def asks_in_initrd(disk: Disk, builder: str, swap: Sequence[str]) -> bool:
         raise Refused(
             f"{disk.name} may ask at the screen later. (A TPM or Clevis may fail, and"
             f" systemd runs no keyscript.) In /etc/crypttab, add {attach} (the initrd"
-            " opens it), or nofail, as in /etc/fstab (nothing waits for it)."
+            " opens it), or add nofail or noauto, there and in /etc/fstab (nothing"
+            " waits for it)."
         )
     return asks(disk) and not has_keyscript
 

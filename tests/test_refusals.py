@@ -138,7 +138,7 @@ REFUSALS: dict[str, tuple[str, dict[str, str]]] = {
         table(f"vda2_crypt {DERIVED},x-initrd.attach") | DRACUT,
     ),
     "a TPM, later": (
-        "add x-initrd.attach (the initrd opens it), or nofail, as in /etc/fstab (noth",
+        "add x-initrd.attach (the initrd opens it), or add nofail or noauto, there and",
         table("none luks,tpm2-device=auto") | DRACUT,
     ),
     "a detached header": (
