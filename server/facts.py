@@ -315,7 +315,7 @@ def read_headers(probed: Probed) -> dict[str, list[Token]]:
 
 
 def find_helpers(probed: Probed, disks: Sequence[Disk]) -> dict[str, str]:
-    """Return what opens disks without waker, Clevis or Mandos, by the disk's name."""
+    """Return whether Clevis or Mandos opens a disk, by the disk's name."""
     installed, headers = list_installed(probed), read_headers(probed)
     helpers: dict[str, str] = {}
     for disk in disks:
