@@ -6,7 +6,6 @@ PARAMIKO ?=
 VENV := .venv$(PARAMIKO)
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --disable-pip-version-check
-CARD := dist/card/waker
 # For packagers: the file system that becomes the package, and a folder in it.
 DESTDIR ?=
 PREFIX ?= /usr/local
@@ -23,16 +22,6 @@ run: $(VENV)/run ## run the daemon, with settings from the environment or ENV_FI
 dist: ## build the one file to copy, dist/waker
 	mkdir -p dist
 	$(PYTHON) -IS box/pack.py . dist/waker
-
-card: dist ## make what a Raspberry Pi's SD card needs, dist/card
-	install -d -m 700 $(CARD)
-	install -m 755 box/raspberry-pi/vendor-data dist/card
-	install -m 755 dist/waker $(CARD)
-	test -e $(CARD)/waker.env || install -m 600 waker.env.example $(CARD)/waker.env
-	test -e $(CARD)/ssh_key || ssh-keygen -q -t ed25519 -N "" -C waker -f $(CARD)/ssh_key
-	@echo; echo "dist/card is ready. This is waker's public key:"
-	@echo; sed "s/^/    /" $(CARD)/ssh_key.pub
-	@echo; echo "Next: see docs/raspberry-pi.md"
 
 install: dist ## install waker on this computer; or, with DESTDIR= and PREFIX=, for a package
 ifeq ($(DESTDIR),)

@@ -16,7 +16,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +33,6 @@ from box.system import (
     SYSTEMD,
     Service,
     System,
-    check_and_enable,
     find_services,
     find_system,
     is_booted,
@@ -49,7 +47,7 @@ from waker import Config, ConfigError, UnlockError
 PYTHON: Final = "/usr/bin/python3"  # which runs waker; Debian's paramiko is for it
 KEY: Final = CONFIG / "ssh_key"
 PUBLIC_KEY: Final = CONFIG / "ssh_key.pub"
-OWNERS: Final = ENV_FILE, KEY, PUBLIC_KEY  # which nothing but --from replaces
+OWNERS: Final = ENV_FILE, KEY, PUBLIC_KEY  # which nothing replaces
 # Lists what an upgrade of OpenWrt keeps. Source: list_static_conffiles in sysupgrade.
 KEEP_FILE: Final = Path("/lib/upgrade/keep.d/waker")
 ENABLED: Final = Path("/etc/rc.d/S95waker")  # by waker.init's START=95
@@ -67,8 +65,6 @@ OLDER: Final = (
 )
 # Whoever changes packages holds the first, and whoever updates their lists the second.
 LOCKS: Final = Path("/var/lib/dpkg/lock-frontend"), Path("/var/lib/apt/lists/lock")
-# A folder in memory, for copies of secrets. OpenWrt has no /run.
-IN_MEMORY: Final = "/run" if Path("/run").is_dir() else "/tmp"  # noqa: S108 - see above
 # Valid values of what has no default, to find mistakes in settings that lack some.
 FILLERS: Final = {
     "WAKER_PIN": "a PIN for now",
@@ -95,8 +91,6 @@ class Plan(NamedTuple):
     key_files: Sequence[Path]  # to be made
     starts: dict[Service, Config | None]  # with their settings, if they can be read
     is_configured: bool  # whether waker's own settings have been filled in
-    source_folder: Path | None  # of --from
-    source_files: Sequence[Path]  # its files, to be deleted at the end
 
 
 def list_files(system: System) -> tuple[Path, ...]:
@@ -120,14 +114,6 @@ def check_place(system: System) -> None:
     for path in (system.program, system.service_file):
         if path.is_dir():
             raise Refused(f"{path} is a folder. Move it away.")
-
-
-def find_source_files(folder: Path) -> list[Path]:
-    """Return the files that --from moves. Raises: Refused."""
-    is_own = CONFIG.exists() and folder.exists() and folder.samefile(CONFIG)
-    if is_own or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise Refused(f"--from needs a folder other than {CONFIG}, to take files out.")
-    return [folder / own.name for own in OWNERS if folder.joinpath(own.name).exists()]
 
 
 def has_paramiko() -> bool:
@@ -211,34 +197,7 @@ def is_complete(env_file: Path) -> bool:
     return all(values.get(name) for name in FILLERS)
 
 
-def read_moved_settings(folder: Path, moved: Sequence[Path]) -> Config:
-    """Read the settings as they will be when --from has moved its files.
-
-    A copy is read, because a card's files are open to everybody. Raises: ConfigError
-    """
-    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as name:
-        for file in moved:
-            copy = Path(name, file.name)
-            copy.touch(0o600)
-            copy.write_bytes(file.read_bytes())
-        for file in CONFIG.glob("*"):
-            if not Path(name, file.name).exists():
-                Path(name, file.name).symlink_to(file)
-        env_file = Path(name, "waker.env")
-        if not env_file.exists():
-            raise ConfigError(f"{folder} has no waker.env, and neither has {CONFIG}.")
-        try:
-            return read_settings(env_file)
-        except ConfigError as error:
-            text = str(error)
-            for file in moved:
-                text = text.replace(f"{name}/{file.name}", str(file))
-            raise ConfigError(text.replace(name, str(CONFIG))) from None
-
-
-def read_services(
-    system: System, folder: Path | None, moved: Sequence[Path]
-) -> dict[Service, Config | None]:
+def read_services(system: System) -> dict[Service, Config | None]:
     """Read the settings that each service will have. Raises: ConfigError.
 
     Returns the services to start, with their settings, if these are in a file.
@@ -246,42 +205,32 @@ def read_services(
     starts: dict[Service, Config | None] = {}
     for service in find_services(system):
         env_file = service.env_file
-        if folder and service.name == "waker":
-            config = read_moved_settings(folder, moved)
-            if is_booted(system):
-                starts[service] = config
-        elif is_running(system, service.name):
+        if is_running(system, service.name):
             starts[service] = read_settings(env_file) if env_file.is_file() else None
         elif not is_empty(env_file):
             read_settings(env_file, may_lack_some=True)  # someone may be filling it in
     return starts
 
 
-def look(folder: Path | None) -> Plan:
+def look() -> Plan:
     """Find out what to do. Raises: Refused, ConfigError, OSError."""
     sources = read_sources()  # which compares every checksum
     system = find_system()
     if not system:
         raise Refused("this needs systemd or OpenWrt's procd, but neither is here.")
     check_place(system)
-    files, moved = plan_files(system), find_source_files(folder) if folder else []
-    files += [NewFile(CONFIG / f.name, f.read_bytes(), 0o600) for f in moved]
-    if not folder and not os.path.lexists(ENV_FILE):
+    files, key_files = plan_files(system), []
+    if not os.path.lexists(ENV_FILE):
         files.append(NewFile(ENV_FILE, sources["waker.env.example"], 0o600))
-    names, key_files = [file.name for file in moved], []
-    if not folder and not os.path.lexists(PUBLIC_KEY):
+    if not os.path.lexists(PUBLIC_KEY):
         key_files = [path for path in (KEY, PUBLIC_KEY) if not os.path.lexists(path)]
-    if KEY.name in names and PUBLIC_KEY.name not in names:
-        key_files = [PUBLIC_KEY]  # the one on the box would not fit
     return Plan(
         system=system,
         packages=find_missing_packages(system),
         files=files,
         key_files=key_files,
-        starts=read_services(system, folder, moved),
-        is_configured=bool(folder) or is_complete(ENV_FILE),
-        source_folder=folder,
-        source_files=moved,
+        starts=read_services(system),
+        is_configured=is_complete(ENV_FILE),
     )
 
 
@@ -311,10 +260,7 @@ def show_and_ask(plan: Plan, *, yes: bool) -> None:
     will = [f"install {package} with apt" for package in plan.packages]
     will += [f"write {file.path}" for file in plan.files]
     will += [f"write {path}" for path in plan.key_files]
-    if plan.source_folder:
-        will += ["start waker at every boot"]
     will += [f"restart {service.name}" for service in plan.starts]
-    will += [f"delete {file}" for file in plan.source_files]
     agree(will, yes=yes)
 
 
@@ -362,11 +308,11 @@ def make_key() -> list[NewFile]:
     ]
 
 
-def derive_public_key(folder: Path | None) -> list[NewFile]:
-    """Make the public half of the key that a folder or the box has."""
+def derive_public_key() -> list[NewFile]:
+    """Make the public half of the key that the box has."""
     warnings.simplefilter("ignore")  # as waker does when it uses paramiko
     try:
-        key = waker.load_key((folder or CONFIG) / KEY.name)
+        key = waker.load_key(KEY)
     except UnlockError:  # `waker check` says what is wrong with it
         print(f"{PUBLIC_KEY} was not written, because {KEY.name} cannot be read.")
         return []
@@ -413,12 +359,12 @@ def carry_out(plan: Plan) -> None:
         key = []
         if plan.key_files:
             is_new = KEY in plan.key_files
-            key = make_key() if is_new else derive_public_key(plan.source_folder)
+            key = make_key() if is_new else derive_public_key()
         for file in key:
             write_beside(file, unfinished)
         for file in [*plan.files, *key]:
-            is_kept = file.path in OWNERS and not plan.source_folder
-            if not (is_kept and os.path.lexists(file.path)):  # somebody's, by now
+            # Somebody may have made the owner's files by now.
+            if file.path not in OWNERS or not os.path.lexists(file.path):
                 new_name(file.path).replace(file.path)
     os.sync()
 
@@ -440,15 +386,10 @@ def start(plan: Plan) -> list[str]:
     """Start what must run; returns the services that do not. Raises: Failed."""
     system = plan.system
     if not is_booted(system):
-        if plan.source_folder:
-            run(service_command(system, "enable"))
         print(f"Nothing was started, because {system.name} is not running here.")
         return []
     if system is SYSTEMD:
         run(["systemctl", "daemon-reload"])
-    if plan.source_folder:
-        check_and_enable(system, str(system.program))
-        print()
     for service in plan.starts:  # if that fails, the log says why
         restart = service_command(system, "restart", service.name)
         subprocess.run(restart, check=False)
@@ -488,9 +429,6 @@ def explain_preparing(system: System) -> str:
 def next_step(plan: Plan) -> str:
     """Say what to do next."""
     system, root = plan.system, plan.system.as_root
-    if plan.source_folder:
-        when = "" if plan.starts else "after the next boot, "
-        return f"Next, {when}open waker's page on your phone."
     if KEY in plan.key_files or not plan.is_configured:
         return explain_preparing(system)
     commands = ["waker check"]
@@ -501,25 +439,19 @@ def next_step(plan: Plan) -> str:
     return "\n".join(["Next, see whether all is right:\n", *lines])
 
 
-def install(folder: Path | None, *, yes: bool) -> int:
+def install(*, yes: bool) -> int:
     """Install waker; returns 0 if all that was started answers, or else 1.
 
     Raises: Refused, Failed, ConfigError, OSError
     """
     try:
-        plan = look(folder)
+        plan = look()
     except OSError as error:
         raise Refused(f"{error.filename}: {error.strerror}.") from None
     show_and_ask(plan, yes=yes)
     carry_out(plan)
     print("\nwaker is installed.")
     silent = start(plan)
-    if "waker" in silent and plan.source_files:
-        print(f"The files in {folder} stay there. Correct them.")
-    elif plan.source_files:
-        os.sync()  # it must start at the next boot before they go
-        for file in plan.source_files:
-            file.unlink()
     if silent:
         return 1
     print(f"\n{explain_older(plan.system)}{next_step(plan)}")
@@ -590,15 +522,9 @@ def parse_arguments(command: str, arguments: Sequence[str]) -> argparse.Namespac
     add("--yes", action="store_true", help="do not ask")
     if command == "install":
         parser.description = "Install waker on this box, or upgrade it."
-        source = f"move settings and key from this folder to {CONFIG}, and start waker"
-        add("--from", metavar="FOLDER", type=Path, dest="folder", help=source)
     else:
         parser.description = "Remove waker from this box, but keep its settings."
-        parser.set_defaults(folder=None)
-    given = parser.parse_args(arguments)
-    if given.part and given.folder:
-        parser.error("--from cannot be used with notify")
-    return given
+    return parser.parse_args(arguments)
 
 
 def run_command(command: str, given: argparse.Namespace) -> int:
@@ -613,7 +539,7 @@ def run_command(command: str, given: argparse.Namespace) -> int:
         use_right_python()
     lock()
     if is_main:
-        return install(given.folder and given.folder.resolve(), yes=given.yes)
+        return install(yes=given.yes)
     if not given.part:
         uninstall(yes=given.yes)
     elif command == "install":

@@ -63,13 +63,11 @@ lint: $(VENV)/done ## run ruff, mypy and shellcheck
 		server/dracut/99initrd-ssh-last/module-setup.sh $(addprefix server/,\
 		probes.sh examine */build */host-key system/etc/kernel/postrm.d/waker \
 		initramfs-tools/etc/initramfs-tools/scripts/init-bottom/waker)
-	shellcheck --shell=dash waker.init server/remote.sh box/raspberry-pi/vendor-data \
+	shellcheck --shell=dash waker.init server/remote.sh \
 		tests/support/initrds/*.sh box/install-packages box/notify/notify
 
-# Not dist/card: a server may know its key already.
 clean: ## remove what the other targets made
-	rm -rf .venv* .vm .vm-arm64 .vm-bare .hypothesis .*_cache
-	rm -rf $(filter-out dist/card,$(wildcard dist/*))
+	rm -rf .venv* .vm .vm-arm64 .vm-bare .hypothesis .*_cache dist
 	find . -name __pycache__ -prune -exec rm -r {} +
 
 # Another ten times as big, to test it.

@@ -511,7 +511,7 @@ def test_a_server_can_hide_nothing_that_the_box_says(home: Home, fails: bool) ->
 
 
 # ---- The box -------------------------------------------------------------------------
-# Settings elsewhere than in /etc/waker, such as an SD card's, are written and not used.
+# Settings elsewhere than in /etc/waker, such as a router's, are written and not used.
 
 SETTLE = *BOX, "prepare", "--settle"
 
@@ -743,11 +743,11 @@ def test_mistakes_in_other_settings_are_reported(home: Home) -> None:
     assert calls(home.stubs) == STARTED
 
 
-def test_a_folder_for_a_card_or_router_gets_a_key_and_the_settings(
+def test_a_folder_for_a_router_gets_a_key_and_the_settings(
     home: Home,
 ) -> None:
     """Without sudo, and without a waker on this computer. Later, both are kept."""
-    folder, config = home.folder / "me/new/card", ("--config", "/mnt/me/new/card")
+    folder, config = home.folder / "me/new/router", ("--config", "/mnt/me/new/router")
     home.folder.joinpath("me").chmod(0o777)
     home.prepare(*config)
     settings = waker.read_env_file(folder / "waker.env")

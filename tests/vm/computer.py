@@ -35,7 +35,6 @@ class Computer:
     cable: io.FileIO  # the computer's end
     log: Path  # of its console
     emulator: Sequence[str] = X86_64
-    card: Path | None = None  # another disk, on which what it writes stays
     qemu: subprocess.Popen[bytes] | None = None
 
     def listen(self) -> bool:
@@ -58,8 +57,6 @@ class Computer:
             *("-netdev", f"tap,id=lan,fd={self.cable.fileno()}"),
             *self.hardware,
         ]
-        if self.card:
-            command += ["-drive", f"if=virtio,format=raw,file={self.card}"]
         with self.log.open("ab") as console:
             self.qemu = subprocess.Popen(
                 command,

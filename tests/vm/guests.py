@@ -70,27 +70,6 @@ done >Packages
 rm -rf /etc/apt/sources.list.d/* /var/lib/apt/lists/*
 echo 'deb [trusted=yes] file:/archive ./' >/etc/apt/sources.list
 """
-# Makes a Debian similar to Raspberry Pi OS, whose packages come from its own disk. What
-# it says of cloud-init is from pi-gen and rpi-cloud-init-mods, as of June 2026.
-PI_OS = f"""
-apt-get install -y --no-install-recommends cloud-init
-apt-get purge -y --autoremove python3-paramiko
-apt-get install -y --download-only --no-install-recommends python3-paramiko
-{ARCHIVE}mkdir /boot/firmware
-echo 'LABEL=bootfs /boot/firmware vfat defaults 0 0' >>/etc/fstab
-cat >/etc/cloud/cloud.cfg.d/99_raspberry-pi.cfg <<END
-datasource_list: [NoCloud, None]
-datasource: {{NoCloud: {{seedfrom: "file:///boot/firmware"}}}}
-ssh_deletekeys: false
-ssh_genkeytypes: []
-network: {{config: disabled}}
-END
-mkdir /etc/systemd/system/cloud-init-main.service.d
-cat >/etc/systemd/system/cloud-init-main.service.d/card.conf <<END
-[Unit]
-RequiresMountsFor=/boot/firmware
-END
-"""
 
 
 @dataclass(frozen=True)
@@ -151,7 +130,6 @@ BOXES = (
     Guest("box-12", disks=["system"], encrypted=False),
     Guest("box-13", suite="trixie", disks=["system"], encrypted=False),
 )
-PI = Guest("pi", suite="trixie", disks=["pi-system"], encrypted=False)
 GUESTS = (
     Guest("dropbear"),
     Guest("two-disks", port=22, forced=False, disks=["cryptroot", "crypthome"]),
@@ -215,8 +193,6 @@ def install(suite: str) -> None:
         # The initrds are made later.
         f'INITRD=No chroot "$1" apt-get install -y --no-install-recommends {packages}',
     ]
-    if suite == PI.suite:
-        hooks.append(f'cp --archive --one-file-system "$1" {BUILD}/pi-tree')
     run(
         *("unshare", "--mount", "mmdebstrap"),  # so that none of its mounts stays
         *("--variant=minbase", "--include=python3,systemd"),
@@ -282,18 +258,6 @@ def with_dracut(guest: Guest, tree: Path) -> str:
     return follow(tree, BUILD_IT, here).splitlines()[-1]
 
 
-def build_pi() -> None:
-    """Make the disk of a Raspberry Pi without a card's boot partition."""
-    tree = BUILD / "pi-tree"
-    set_up(tree)
-    run_in(tree, "sh", "-ec", PI_OS)
-    shutil.copytree(BUILD / "modules", tree / "lib/modules")
-    PI.folder.mkdir()
-    run("mke2fs", "-q", "-t", "ext4", "-d", tree, PI.folder / PI.disks[0], "640M")
-    shutil.copy(BUILD / "initrd.img", PI.folder / "initrd")
-    shutil.rmtree(tree)
-
-
 def encrypt(plain: Path, image: Path, passphrase: str, iterations: int) -> None:
     """Make a LUKS2 disk of a file system."""
     run("cp", plain, image)
@@ -355,9 +319,7 @@ def build_all() -> None:
             (path,) = tree.glob(f"boot/{name}-*")
             shutil.copy(path, BUILD / name)
         shutil.copytree(tree / "lib/modules", BUILD / "modules")
-        pi = pool.submit(build_pi)
         list(pool.map(partial(build, guests=BOXES + GUESTS), PACKAGES))
-        pi.result()
 
 
 def ready() -> None:

@@ -345,15 +345,15 @@ def test_one_file_does_everything_on_a_minimal_debian(
         assert sorted(path.name for path in folder.iterdir()) == ["ssh_key", "waker"]
         folder.joinpath("ssh").write_text(SSH)
         folder.joinpath("ssh").chmod(0o755)
-        config = f"/{folder.name}/card"
+        config = f"/{folder.name}/router"
         subprocess.run(
             [*enter, program, "prepare", "me@192.168.77.20", "--config", config],
             env={"PATH": f"/{folder.name}:/usr/bin:/bin"},
             check=True,
         )
-        settings = waker.read_env_file(folder / "card/waker.env")
+        settings = waker.read_env_file(folder / "router/waker.env")
         assert settings["WAKER_SSH_HOST_KEY"] == HOST_KEY
-        assert (folder / "card/ssh_key").exists()
+        assert (folder / "router/ssh_key").exists()
 
 
 @pytest.mark.parametrize("suite", PACKAGES)
@@ -379,19 +379,6 @@ def test_the_file_installs_itself_on_a_debian_that_is_not_running(
     assert fingerprint.endswith("(ED25519)\n")
     enabled = tree / "etc/systemd/system/multi-user.target.wants/waker.service"
     assert not enabled.is_symlink()
-    key = tree.joinpath("etc/waker/ssh_key").read_bytes()
-
-    # With the files of a card, it will start at the next boot.
-    card = tree / "root/card"
-    card.mkdir()
-    lines = [f"{name}={value}\n" for name, value in SETTINGS.items()]
-    card.joinpath("waker.env").write_text("".join(lines))
-    run_in(tree, "python3", "/root/waker", "install", "--yes", "--from", "/root/card")
-    assert enabled.is_symlink()
-    assert [*card.iterdir()] == []
-    assert tree.joinpath("etc/waker/waker.env").read_text() == "".join(lines)
-    assert tree.joinpath("etc/waker/ssh_key").read_bytes() == key
-
     run_in(tree, "waker", "uninstall", "--yes")
     assert not enabled.is_symlink()
     left = run_in(tree, "find", *names.split(), "!", "-type", "d")
