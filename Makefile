@@ -20,8 +20,9 @@ run: $(VENV)/run ## run the daemon, with settings from the environment or ENV_FI
 	@$(BIN)/python waker.py $(if $(ENV_FILE),--env-file $(ENV_FILE))
 
 dist: ## build the one file to copy, dist/waker
-	mkdir -p dist
-	$(PYTHON) -IS box/pack.py . dist/waker
+	@mkdir -p dist
+	@$(PYTHON) -IS box/pack.py . dist/waker
+	@$(if $(filter dist,$(MAKECMDGOALS)),echo "Now run this on the box: sudo python3 dist/waker install")
 
 install: dist ## install waker on this computer; or, with DESTDIR= and PREFIX=, for a package
 ifeq ($(DESTDIR),)
