@@ -66,15 +66,19 @@ def compile_sources(files: dict[str, bytes]) -> dict[str, bytes]:
         folder = Path(name)
         for source, data in files.items():
             if source.endswith(".py") and not source.startswith("server/"):
-                folder.joinpath(source).parent.mkdir(exist_ok=True)
-                folder.joinpath(source).write_bytes(data)
+                file = folder / source
+                try:
+                    file.parent.mkdir(exist_ok=True)
+                    file.write_bytes(data)
+                except OSError as error:  # whose own text may name no file
+                    raise ValueError(f"{file}: {error.strerror}") from None
         # In a process of its own, because the bytes depend on what else it has loaded.
         # Without time stamps, which Python would compare in local time: in any other
         # time zone, it would use the sources.
         compiler = [sys.executable, "-IS", "-m", "compileall", "-q", "-b"]
         options = ["--invalidation-mode=unchecked-hash", "-s", name, name]
         if subprocess.run([*compiler, *options], check=False).returncode:
-            raise ValueError("one of its sources cannot be compiled")
+            raise ValueError(f"one of its sources cannot be compiled in {name}")
         codes = sorted(folder.rglob("*.pyc"))
         return {str(code.relative_to(folder)): code.read_bytes() for code in codes}
 

@@ -339,6 +339,14 @@ def test_drop_ins_are_welcome_and_another_python_is_not_used(box: Box) -> None:
     assert new().items() <= box.installed().items()
 
 
+def test_a_full_tmp_is_named(box: Box) -> None:
+    box.run("mkdir /run/full; mount -t tmpfs -o size=64k none /run/full")
+    full = "env", "TMPDIR=/run/full", PYTHON
+    status, shown = box.call(*full, str(box.program), "install", "--yes")
+    assert (status, box.installed()) == (1, {})
+    assert re.search(r"/run/full/.*: No space left on device\.$", shown)
+
+
 def test_another_installation_must_have_ended(box: Box) -> None:
     """Or this one could replace a key that the other one has just made."""
     folder = os.open(box.path("/etc"), os.O_RDONLY)
