@@ -41,10 +41,3 @@ def write_new(
         os.fchmod(descriptor, mode)
         os.fsync(descriptor)
     return new
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk. Raises: OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

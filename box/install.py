@@ -12,6 +12,7 @@ import importlib
 import io
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -30,47 +31,36 @@ from box.system import (
     CONFIG,
     ENV_FILE,
     PROCD,
+    SUDO,
     SYSTEMD,
-    Service,
     System,
+    ask_systemd,
+    check_memory,
     find_services,
     find_system,
+    find_user_problem,
     is_booted,
     is_running,
-    read_log,
+    read_service_settings,
+    reload_units,
     run,
     service_command,
-    wait_for_page,
+    wait_and_report,
 )
 from waker import Config, ConfigError, UnlockError
 
 PYTHON: Final = "/usr/bin/python3"  # which runs waker; Debian's paramiko is for it
 KEY: Final = CONFIG / "ssh_key"
 PUBLIC_KEY: Final = CONFIG / "ssh_key.pub"
-OWNERS: Final = ENV_FILE, KEY, PUBLIC_KEY  # which nothing replaces
+OWNERS: Final = ENV_FILE, KEY, PUBLIC_KEY  # which `install` never replaces
 # Lists what an upgrade of OpenWrt keeps. Source: list_static_conffiles in sysupgrade.
 KEEP_FILE: Final = Path("/lib/upgrade/keep.d/waker")
 ENABLED: Final = Path("/etc/rc.d/S95waker")  # by waker.init's START=95
 KEEP_LINES: Final = CONFIG, PROCD.program, PROCD.service_file, ENABLED, KEEP_FILE
-HIDES: Final = Path("/etc/systemd/system/waker.service")  # our unit; drop-ins do not
-# Where waker 3 has put its files on a box with systemd if PREFIX was /usr.
-OLDER_UNITS: Final = Path("/usr/lib/systemd/system")
-OLDER_TIMER: Final = OLDER_UNITS / notify.TIMER
-OLDER: Final = (
-    Path("/usr/bin/waker"),
-    OLDER_UNITS / "waker.service",
-    Path("/usr/bin/waker-notify"),
-    OLDER_UNITS / notify.SERVICE,
-    OLDER_TIMER,
-)
-# Whoever changes packages holds the first, and whoever updates their lists the second.
-LOCKS: Final = Path("/var/lib/dpkg/lock-frontend"), Path("/var/lib/apt/lists/lock")
-# Valid values of what has no default, to find mistakes in settings that lack some.
-FILLERS: Final = {
-    "WAKER_PIN": "a PIN for now",
-    "WAKER_HOMELAB_MAC": "02:00:00:00:00:01",
-    "WAKER_HOMELAB_HOST": "192.0.2.1",
-}
+OWN_UNIT: Final = Path("/etc/systemd/system/waker.service")  # the owner's, or a mask
+LOCK: Final = Path("/var/run/waker-install.lock")  # OpenWrt has no /run
+# apt holds the first while it changes packages, the second while it updates its lists.
+APT_LOCKS: Final = Path("/var/lib/dpkg/lock-frontend"), Path("/var/lib/apt/lists/lock")
 
 
 @dataclass(frozen=True)
@@ -89,8 +79,8 @@ class Plan(NamedTuple):
     packages: Sequence[str]  # of Debian, to be installed
     files: Sequence[NewFile]
     key_files: Sequence[Path]  # to be made
-    starts: dict[Service, Config | None]  # with their settings, if they can be read
-    is_configured: bool  # whether waker's own settings have been filled in
+    restarts: dict[str, Config]  # services, with their settings
+    stopped: Sequence[str]  # services
 
 
 def list_files(system: System) -> tuple[Path, ...]:
@@ -99,34 +89,36 @@ def list_files(system: System) -> tuple[Path, ...]:
 
 
 # ---- Look ----------------------------------------------------------------------------
-# Nothing in this section changes the box.
+# Nothing in this section changes the box, except that systemd reads its units anew.
+
+
+def check_mask() -> None:
+    """Raise Refused if systemd may not start or disable our unit."""
+    state = ask_systemd("is-enabled", "waker")
+    if state.startswith("masked"):
+        option = "--runtime " if "runtime" in state else ""
+        unmask = f"{SUDO}systemctl unmask {option}waker"
+        raise Refused(f"waker.service is masked. First run: {unmask}")
 
 
 def check_place(system: System) -> None:
     """Raise Refused if something is in the way."""
     if os.path.lexists(CONFIG) and not CONFIG.is_dir():
         raise Refused(f"{CONFIG} is not a folder. Move it away.")
-    if system is SYSTEMD and os.path.lexists(HIDES):
-        raise Refused(
-            f"{HIDES} would hide the unit that this installs. Remove it, or turn it"
-            " into a drop-in with: sudo systemctl edit waker"
-        )
     for path in (system.program, system.service_file):
         if path.is_dir():
             raise Refused(f"{path} is a folder. Move it away.")
+    if system is SYSTEMD:
+        check_memory()
+        check_mask()
+        if problem := find_user_problem():
+            raise Refused(problem)
 
 
 def has_paramiko() -> bool:
     """Return whether the Python that runs waker has paramiko, and all that it needs."""
     asked = [PYTHON, "-I", "-c", "import paramiko"]
     return not subprocess.run(asked, capture_output=True, check=False).returncode
-
-
-def is_half_installed(package: str) -> bool:
-    """Return whether dpkg was interrupted before it had configured a package."""
-    command = ["dpkg-query", "--show", "--showformat=${db:Status-Status}", package]
-    asked = subprocess.run(command, capture_output=True, check=False)
-    return asked.stdout.startswith((b"half-", b"unpacked"))
 
 
 def find_missing_packages(system: System) -> list[str]:
@@ -138,7 +130,7 @@ def find_missing_packages(system: System) -> list[str]:
     if shutil.which("apt-get"):
         found = {"python3-paramiko": has_paramiko()}
         found["openssh-client"] = bool(shutil.which("ssh"))
-        return [name for name in found if not found[name] or is_half_installed(name)]
+        return [name for name in found if not found[name]]
     if not has_paramiko():
         room = "\nThis needs about 30 MB of space." if system is PROCD else ""
         raise Refused(f"{explain_no_paramiko()}{room}")
@@ -148,9 +140,9 @@ def find_missing_packages(system: System) -> list[str]:
 def build_program(system: System) -> bytes:
     """Return the program, compiled for this Python. Raises: Refused."""
     sources = dict(read_sources())
-    # The installed program has compiled code, perhaps of an older Python. A file that
-    # was copied to the box may not have any.
-    if system.program == waker.HERE:
+    # The installed program has compiled code, perhaps of an older Python. In a copied
+    # file, it is refused.
+    if system.program.resolve() == waker.HERE:
         sources = {n: data for n, data in sources.items() if not n.endswith(".pyc")}
     try:
         pack.check_names(sources)
@@ -161,55 +153,15 @@ def build_program(system: System) -> bytes:
 
 def plan_files(system: System) -> list[NewFile]:
     """Return the program and its service. Raises: Refused."""
+    service = read_sources()[system.service_source]
     files = [
         NewFile(system.program, build_program(system), 0o755),
-        NewFile(
-            system.service_file,
-            read_sources()[system.service_source],
-            system.service_mode,
-        ),
+        NewFile(system.service_file, service, 0o755 if system is PROCD else 0o644),
     ]
     if system is PROCD:
         lines = "".join(f"{path}\n" for path in KEEP_LINES)
         files.append(NewFile(KEEP_FILE, lines.encode(), 0o644))
     return files
-
-
-def read_settings(env_file: Path, *, may_lack_some: bool = False) -> Config:
-    """Read settings as this version does. Raises: ConfigError, with the file's name."""
-    values, names = waker.read_env_file(env_file), [*waker.SETTINGS]
-    if may_lack_some:
-        values |= {name: values.get(name) or value for name, value in FILLERS.items()}
-        names.remove("WAKER_SSH_KEY")
-    try:
-        return waker.read_config(values, env_file.parent, names)
-    except ConfigError as error:
-        raise ConfigError(f"{env_file}:\n{error}") from None
-
-
-def is_empty(env_file: Path) -> bool:
-    return not env_file.is_file() or not env_file.read_bytes().strip()
-
-
-def is_complete(env_file: Path) -> bool:
-    """Return whether all that has no default is filled in. Raises: ConfigError."""
-    values = {} if is_empty(env_file) else waker.read_env_file(env_file)
-    return all(values.get(name) for name in FILLERS)
-
-
-def read_services(system: System) -> dict[Service, Config | None]:
-    """Read the settings that each service will have. Raises: ConfigError.
-
-    Returns the services to start, with their settings, if these are in a file.
-    """
-    starts: dict[Service, Config | None] = {}
-    for service in find_services(system):
-        env_file = service.env_file
-        if is_running(system, service.name):
-            starts[service] = read_settings(env_file) if env_file.is_file() else None
-        elif not is_empty(env_file):
-            read_settings(env_file, may_lack_some=True)  # someone may be filling it in
-    return starts
 
 
 def look() -> Plan:
@@ -224,13 +176,19 @@ def look() -> Plan:
         files.append(NewFile(ENV_FILE, sources["waker.env.example"], 0o600))
     if not os.path.lexists(PUBLIC_KEY):
         key_files = [path for path in (KEY, PUBLIC_KEY) if not os.path.lexists(path)]
+    reload_units(system)  # a restart would use those on the disk
+    services = find_services(system)
+    restarts = {s.name: read_service_settings(s) for s in services if s.is_running}
+    places = {config.listen for config in restarts.values()}
+    if len(places) < len(restarts):
+        raise ConfigError(f"two of {', '.join(restarts)} have the same WAKER_LISTEN.")
     return Plan(
         system=system,
         packages=find_missing_packages(system),
         files=files,
         key_files=key_files,
-        starts=read_services(system),
-        is_configured=is_complete(ENV_FILE),
+        restarts=restarts,
+        stopped=[s.name for s in services if not s.is_running],
     )
 
 
@@ -250,17 +208,15 @@ def agree(lines: Iterable[str], *, yes: bool) -> None:
 def show_and_ask(plan: Plan, *, yes: bool) -> None:
     """Show what was found and what will be done, and ask. Raises: Refused."""
     system = plan.system
-    name = "Linux"
-    with contextlib.suppress(OSError):  # /etc/os-release is missing
-        name = platform.freedesktop_os_release()["PRETTY_NAME"]
-    python = platform.python_version()
-    print(f"Found: {name}, with {system.name} and Python {python}")
+    print(f"Found: {system.name} and Python {platform.python_version()}")
     if system.program.exists():
         print(f"Found: {system.program}, which this replaces")
+    for name in plan.stopped:
+        print(f"Found: {name}, which is stopped, so its settings are not checked")
     will = [f"install {package} with apt" for package in plan.packages]
     will += [f"write {file.path}" for file in plan.files]
     will += [f"write {path}" for path in plan.key_files]
-    will += [f"restart {service.name}" for service in plan.starts]
+    will += [f"restart {name}" for name in plan.restarts]
     agree(will, yes=yes)
 
 
@@ -268,40 +224,31 @@ def show_and_ask(plan: Plan, *, yes: bool) -> None:
 
 
 def install_packages(names: Sequence[str]) -> None:
-    """Install Debian packages, after any other apt. Raises: Failed, OSError."""
-    for path in LOCKS:
+    """Install Debian packages. Raises: Failed, OSError."""
+    print(f"Installing {' and '.join(names)}, as soon as apt is free.")
+    for path in APT_LOCKS:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as lock:
-            try:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                print("Waiting until another program has finished with apt.")
-                fcntl.lockf(lock, fcntl.LOCK_EX)
-    print(f"Installing {' and '.join(names)}.")
+            fcntl.lockf(lock, fcntl.LOCK_EX)
     script = read_sources()["box/install-packages"].decode()
     command = ["sh", "-c", script, "install-packages", *names]
     failed = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
     if not has_paramiko():
-        raise Failed("apt could not install paramiko. waker is as it was before.")
+        raise Failed("apt could not install paramiko. waker itself was not changed.")
     if failed and not shutil.which("ssh"):
-        print("apt has failed. waker runs without it, but cannot prepare a server.")
+        print("apt could not install openssh-client, which `waker prepare` needs.")
 
 
 def make_key() -> list[NewFile]:
     """Make an Ed25519 key in OpenSSH's format."""
     importlib.invalidate_caches()  # it may have been installed a moment ago
-    from cryptography.hazmat.primitives import serialization  # noqa: PLC0415 - as above
+    from cryptography.hazmat.primitives import serialization as to  # noqa: PLC0415
     from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
 
-    key = ed25519.Ed25519PrivateKey.generate()
-    private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.OpenSSH,
-        serialization.NoEncryption(),
-    )
-    public = key.public_key().public_bytes(
-        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-    )
+    key, ssh = ed25519.Ed25519PrivateKey.generate(), to.PrivateFormat.OpenSSH
+    private = key.private_bytes(to.Encoding.PEM, ssh, to.NoEncryption())
+    ssh_line = to.Encoding.OpenSSH, to.PublicFormat.OpenSSH
+    public = key.public_key().public_bytes(*ssh_line)
     return [
         NewFile(KEY, private, 0o600),
         NewFile(PUBLIC_KEY, public + b" waker\n", 0o600),
@@ -309,7 +256,7 @@ def make_key() -> list[NewFile]:
 
 
 def derive_public_key() -> list[NewFile]:
-    """Make the public half of the key that the box has."""
+    """Derive the public half of the key that the box has."""
     warnings.simplefilter("ignore")  # as waker does when it uses paramiko
     try:
         key = waker.load_key(KEY)
@@ -369,78 +316,29 @@ def carry_out(plan: Plan) -> None:
     os.sync()
 
 
-def report(system: System, service: Service, config: Config | None) -> bool:
-    """Say whether a service that was restarted runs; returns that."""
-    name = service.name
-    if config and wait_for_page(system, service, config.listen):
-        print(f"{name} answers on port {config.listen[1]}.")
-        return True
-    if not config and is_running(system, name):  # only its unit knows where it answers
-        print(f"{name} was restarted.")
-        return True
-    print(f"{name} does not answer. Its log ends with:\n\n{read_log(system, name)}\n")
-    return False
+def explain_mount() -> None:
+    """Say how systemd finds our unit if /usr/local is mounted too late."""
+    fstab = Path("/etc/fstab")
+    lines = fstab.read_text(errors="replace") if fstab.exists() else ""
+    if re.search(r"(?m)^[^#\n]*\s/usr/local/?\s", lines) and not OWN_UNIT.exists():
+        print("\nsystemd reads its units before /etc/fstab mounts /usr/local. Run:\n")
+        print(f"    {SUDO}cp {SYSTEMD.service_file} {OWN_UNIT.parent}")
 
 
-def start(plan: Plan) -> list[str]:
-    """Start what must run; returns the services that do not. Raises: Failed."""
-    system = plan.system
-    if not is_booted(system):
-        print(f"Nothing was started, because {system.name} is not running here.")
-        return []
-    if system is SYSTEMD:
-        run(["systemctl", "daemon-reload"])
-    for service in plan.starts:  # if that fails, the log says why
-        restart = service_command(system, "restart", service.name)
-        subprocess.run(restart, check=False)
-    return [s.name for s in plan.starts if not report(system, s, plan.starts[s])]
-
-
-def explain_older(system: System) -> str:
-    """Say how to remove what waker 3 has installed in /usr, or return ""."""
-    older = [str(path) for path in OLDER if path.exists()]
-    if system is not SYSTEMD or not older:
-        return ""
-    lines = ["An older waker is in /usr. If it is not from a package, and no unit of"]
-    lines += ["yours runs it, remove it:\n"]
-    asked = service_command(system, "is-enabled")
-    if not subprocess.run(asked, capture_output=True, check=False).returncode:
-        lines += ["    sudo systemctl reenable waker"]
-    if OLDER_TIMER.exists():
-        lines += ["    sudo waker install notify"]
-        lines += [f"    sudo systemctl reenable {notify.TIMER}"]
-    return "\n".join([*lines, f"    sudo rm {' '.join(older)}\n\n"])
-
-
-def explain_preparing(system: System) -> str:
+def explain_preparing() -> None:
     """Say how to prepare a server, and show the public key if it must be pasted."""
-    without = ", without sudo" if system.as_root else ""
-    step = f"Next, prepare the server{without}:\n\n    waker prepare me@192.168.1.20"
+    without = ", without sudo" if SUDO else ""
+    print(f"\nNext, prepare the server{without}:\n\n    waker prepare me@192.168.1.20")
+    print("\n(with your user and your server's address)")
     try:
         prepare.check_client()
     except ConfigError as error:
-        step += f"\n\n{error}"
-        if KEY.exists() and PUBLIC_KEY.exists():
-            step += " Or prepare the server by hand, with waker's public key:"
-            step += f"\n\n    {PUBLIC_KEY.read_text().strip()}"
-    return step
-
-
-def next_step(plan: Plan) -> str:
-    """Say what to do next."""
-    system, root = plan.system, plan.system.as_root
-    if KEY in plan.key_files or not plan.is_configured:
-        return explain_preparing(system)
-    commands = ["waker check"]
-    if "waker" not in [service.name for service in plan.starts]:
-        actions = "enable", "restart"
-        commands += [shlex.join(service_command(system, action)) for action in actions]
-    lines = [f"    {root}{command}" for command in commands]
-    return "\n".join(["Next, see whether all is right:\n", *lines])
+        print(f"\n{error} Or prepare the server by hand, with waker's public key:")
+        print(f"\n    {PUBLIC_KEY.read_text().strip()}")
 
 
 def install(*, yes: bool) -> int:
-    """Install waker; returns 0 if all that was started answers, or else 1.
+    """Install waker; returns 0 if every service that was restarted answers, else 1.
 
     Raises: Refused, Failed, ConfigError, OSError
     """
@@ -448,17 +346,55 @@ def install(*, yes: bool) -> int:
         plan = look()
     except OSError as error:
         raise Refused(f"{error.filename}: {error.strerror}.") from None
+    system = plan.system
     show_and_ask(plan, yes=yes)
     carry_out(plan)
     print("\nwaker is installed.")
-    silent = start(plan)
-    if silent:
+    if not is_booted(system):
+        print(f"Nothing was started, because {system.name} is not running here.")
+    reload_units(system)
+    for name in plan.restarts:  # if that fails, the log says why
+        subprocess.run(service_command(system, "restart", name), check=False)
+    restarts = plan.restarts.items()
+    answers = [wait_and_report(system, name, config) for name, config in restarts]
+    if not all(answers):
         return 1
-    print(f"\n{explain_older(plan.system)}{next_step(plan)}")
+    if system is SYSTEMD:
+        explain_mount()
+    if KEY in plan.key_files:
+        explain_preparing()
+    else:
+        print(f"\nNext, check that everything works:\n\n    {SUDO}waker check")
     return 0
 
 
 # ---- Uninstall -----------------------------------------------------------------------
+
+
+def find_processes(program: Path) -> list[str]:
+    """Return the other processes that run the program outside our own services."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            words = process.joinpath("cmdline").read_bytes().split(b"\0")
+            group = process.joinpath("cgroup").read_text().strip()
+            is_ours = group.endswith(("/waker.service", f"/{notify.SERVICE}"))
+            runs = b"python" in words[0] and os.fsencode(program) in words
+            is_here = process.joinpath("root").samefile("/")  # not in a container
+            if runs and is_here and not is_ours:
+                found.append(process.name)
+    return [f"process {n}" for n in found if n != str(os.getpid())]
+
+
+def find_others(system: System) -> list[str]:
+    """Return the other services that use the program. Raises: Refused if one runs."""
+    others = [s for s in find_services(system) if s.name != "waker"]
+    running = [s.name for s in others if s.is_running]
+    if system is SYSTEMD:
+        running = running or find_processes(system.program)
+    if running:
+        raise Refused(f"first stop what runs waker: {', '.join(running)}")
+    return [s.name for s in others]
 
 
 def uninstall(*, yes: bool) -> None:
@@ -466,64 +402,54 @@ def uninstall(*, yes: bool) -> None:
     system = find_system()
     if not system or not system.program.exists():
         raise Refused("waker is not installed here.")
-    others = [s.name for s in find_services(system) if s.name != "waker"]
-    running = [name for name in others if is_running(system, name)]
-    if running:
-        stop = f"sudo systemctl disable --now {' '.join(running)}"
-        raise Refused(f"{' and '.join(running)} still needs waker. First run: {stop}")
-    files, messages = list_files(system), notify.find_files()
+    others, messages = find_others(system), notify.find_files()
+    files = [*messages, *(path for path in list_files(system) if path.exists())]
+    read_only = [file for file in files if not os.access(file.parent, os.W_OK)]
+    if read_only:
+        raise Refused(f"{read_only[0]} is in a read-only folder.")
+    if system is SYSTEMD:
+        check_mask()
     print(f"{ENV_FILE} and waker's key stay, and so do installed packages.")
-    will = [f"delete {file}" for file in (*messages, *files) if file.exists()]
-    agree([*will, *(f"leave {name} without a program" for name in others)], yes=yes)
+    will = [f"delete {file}" for file in files]
+    will += [f"leave {name} without a program" for name in others]
+    will += [f"leave {OWN_UNIT}, which is yours"] if OWN_UNIT.exists() else []
+    agree(will, yes=yes)
     if messages:
         notify.uninstall()
     if is_running(system):
         run(service_command(system, "stop"))
-    if system.service_file.exists() or HIDES.exists():
+    if system.service_file.exists() or OWN_UNIT.exists():
         run(service_command(system, "disable"))
-    for file in (*OWNERS, *files):
+    for file in (*OWNERS, *list_files(system)):
         remove(new_name(file))
     for file in files:
         file.unlink(missing_ok=True)
+    reload_units(system)
     print("waker is removed.")
-    if older := [str(path) for path in OLDER if path.exists()]:
-        print(f"Another one is still in /usr: {' '.join(older)}")
 
 
 # ---- Commands ------------------------------------------------------------------------
 
 
-def use_right_python() -> None:
-    """Run this again if another Python runs it. Raises: Refused."""
-    if sys.executable == PYTHON:
-        return
-    if not Path(PYTHON).exists():
-        raise Refused(f"{PYTHON}, which would run waker, is missing.")
-    os.execv(PYTHON, [PYTHON, "-B", *sys.argv])  # noqa: S606 - no shell is wanted
-
-
 def lock() -> None:
-    """Let no other installation change what this one finds, until this process ends.
-
-    Raises: Refused
-    """
-    folder = os.open(CONFIG.parent, os.O_RDONLY)
+    """Keep other installations out until this process ends. Raises: Refused."""
+    # Only root can open it: whoever can read a file can lock it.
+    file = os.open(LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise Refused("another installation of waker is running.") from None
+        raise Refused("another `waker install` or `uninstall` is running.") from None
 
 
 def parse_arguments(command: str, arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"waker {command}", allow_abbrev=False)
     add = parser.add_argument
-    about = "only the messages to your phone"
-    add("part", nargs="?", choices=["notify"], metavar="notify", help=about)
+    part = "only the messages to your phone"
+    add("part", nargs="?", choices=["notify"], metavar="notify", help=part)
     add("--yes", action="store_true", help="do not ask")
+    parser.description = "Remove waker from this box, but keep its settings."
     if command == "install":
         parser.description = "Install waker on this box, or upgrade it."
-    else:
-        parser.description = "Remove waker from this box, but keep its settings."
     return parser.parse_args(arguments)
 
 
@@ -531,12 +457,14 @@ def run_command(command: str, given: argparse.Namespace) -> int:
     """Run a command, and return its exit status. Raises what the commands raise."""
     is_main = command == "install" and not given.part
     if is_main and waker.HERE.is_dir():
-        raise Refused("this is a checkout. Run: sudo make install")
+        raise Refused(f"this is a checkout. Run: {SUDO}make install")
     if os.geteuid():
-        again = shlex.join(["python3", *sys.argv])
-        raise Refused(f"this needs root. Run: sudo {again}")
-    if is_main:
-        use_right_python()
+        run_it = f"Run: {SUDO}" if SUDO else "As root, run: "
+        raise Refused(f"this needs root. {run_it}{shlex.join(['python3', *sys.argv])}")
+    if is_main and sys.executable != PYTHON:
+        if not Path(PYTHON).exists():
+            raise Refused(f"{PYTHON}, which would run waker, is missing.")
+        os.execv(PYTHON, [PYTHON, "-B", *sys.argv])  # noqa: S606 - no shell is wanted
     lock()
     if is_main:
         return install(yes=given.yes)

@@ -14,6 +14,7 @@ the owner, which are shown again at the end. Otherwise, nothing is written.
 import argparse
 import base64
 import contextlib
+import fcntl
 import io
 import ipaddress
 import os
@@ -31,8 +32,8 @@ from typing import IO, Final, cast
 
 import waker
 from box import Failed, Refused
-from box.files import new_name, read_sources, sync_folder, write_new
-from box.system import CONFIG, check_and_enable, find_system, run, service_command
+from box.files import new_name, read_sources, write_new
+from box.system import CONFIG, SUDO, check_and_start, check_memory, find_system
 from waker import ConfigError
 
 # What Python runs to run this again. -B: no files of root's in a checkout.
@@ -206,36 +207,30 @@ def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
     """Return the text of waker.env, and its settings. Raises: ConfigError."""
     file = folder / "waker.env"
     if not file.exists():
-        raise ConfigError(f"{file} is missing. Copy waker.env.example there.")
+        raise ConfigError(f"{file} is missing. Run: {SUDO}waker install")
     text = file.read_bytes().decode("utf-8", "surrogateescape")
     return text, waker.read_env_file(file) if text.strip() else {}
 
 
-def write_file(
-    file: Path,
-    text: str,
-    like: os.stat_result | None = None,
-    expected: Mapping[str, str] | None = None,
-) -> None:
-    """Replace a file at once, by one with the same owner and mode as `like`.
+def replace_settings(file: Path, text: str, expected: Mapping[str, str]) -> None:
+    """Replace waker.env at once, and keep its owner and mode.
 
     Raises: ConfigError if that fails, or if it would not be read as expected.
     """
     new = new_name(file)
     data = text.encode("utf-8", "surrogateescape")
     try:
-        if like:
-            write_new(file, data, like.st_mode & 0o7777, (like.st_uid, like.st_gid))
-        else:
-            write_new(file, data, 0o600)
-        if expected:
-            will_be_read = None
-            with contextlib.suppress(ConfigError):
-                will_be_read = waker.read_env_file(new)
-            if will_be_read != expected:
-                raise ConfigError(f"Put the five settings above into {file} by hand.")
+        old = file.stat()
+        write_new(file, data, old.st_mode & 0o7777, (old.st_uid, old.st_gid))
+        will_be_read = None
+        with contextlib.suppress(ConfigError):
+            will_be_read = waker.read_env_file(new)
+        if will_be_read != expected:
+            raise ConfigError(
+                f"Put the settings above into {file} by hand, and run this again."
+            )
         new.replace(file)
-        sync_folder(file.parent)
+        os.sync()
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
     finally:
@@ -263,12 +258,15 @@ def make_missing(folder: Path) -> None:
             raise ConfigError(
                 f"{file} and {key} are missing. Fetch waker.env from the box."
             )
-        write_file(file, read_sources()["waker.env.example"].decode())
+        example = read_sources()["waker.env.example"]
+        write_new(file, example, 0o600).replace(file)
 
 
 def read_key(folder: Path) -> str:
     """Return waker's public key, if waker.env can be changed. Raises: ConfigError."""
-    if folder != CONFIG:
+    if folder == CONFIG:
+        check_memory()
+    else:
         make_missing(folder)
     read_settings(folder)
     real = folder.joinpath("waker.env").resolve()
@@ -279,24 +277,20 @@ def read_key(folder: Path) -> str:
         return parse_key(file.read_text())
     except (OSError, ValueError):
         key, public = shlex.quote(f"{folder}/ssh_key"), shlex.quote(str(file))
-        make = f"ssh-keygen -y -f {key} | tee {public}"
+        sudo = SUDO if folder == CONFIG else ""
+        make = f"{sudo}ssh-keygen -y -f {key} | {sudo}tee {public}"
         raise ConfigError(f"{file} has no public key. Make it with: {make}") from None
 
 
-def start_waker(folder: Path) -> str:
-    """Run waker with the new settings; returns where its page is, if that is known.
+def start_waker() -> str:
+    """Run waker with its settings; returns where its page is, if that is known.
 
     Raises: ConfigError, Failed.
     """
     system = find_system()
     if not system:
         raise ConfigError("Neither systemd nor procd is here to start waker.")
-    is_right = check_and_enable(system, "waker")
-    run(service_command(system, "restart"))
-    if not is_right:
-        raise ConfigError("waker was started. Correct what is WRONG, and restart it.")
-    values = waker.read_env_file(folder / "waker.env")
-    config = waker.read_config(values, folder)
+    config = check_and_start(system)
     host, port = config.listen
     listens = ipaddress.ip_address(host)
     if listens.is_loopback:  # behind a proxy, which has another address
@@ -319,37 +313,54 @@ def show_pin(pin: str, file: Path) -> None:
         print(f"\nYour new PIN is in {file}.")
 
 
-def settle(folder: Path, lines: Sequence[str]) -> None:
-    """Add the settings to waker.env, and start waker. Raises: ConfigError, OSError."""
-    try:
-        found = parse_settings(lines)
-    except ValueError:
-        raise ConfigError("These are not the settings that a server reports.") from None
+def write_settings(folder: Path, found: Mapping[str, str]) -> dict[str, str]:
+    """Fill in what waker.env lacks, including a PIN, and show what that is.
+
+    Returns the reported settings that waker.env contradicts, which it still does.
+    Raises: ConfigError, OSError.
+    """
     file = folder / "waker.env"
     new_name(file.resolve()).unlink(missing_ok=True)  # of a run that was killed
     text, present = read_settings(folder)
-    added: dict[str, str] = {}
-    kept: dict[str, str] = {}
-    for name, value in found.items():
-        if not agrees(name, present.get(name) or DEFAULTS[name], value):
-            differing = kept if present.get(name) else added
-            differing[name] = value
-    pin = "".join(secrets.choice(ALPHABET) for _ in range(PIN_LENGTH))
+    differs = {
+        name: value
+        for name, value in found.items()
+        if not agrees(name, present.get(name) or DEFAULTS[name], value)
+    }
+    kept = {name: value for name, value in differs.items() if present.get(name)}
+    added = {name: value for name, value in differs.items() if name not in kept}
     if not present.get("WAKER_PIN"):
-        added["WAKER_PIN"] = pin
+        added["WAKER_PIN"] = "".join(
+            secrets.choice(ALPHABET) for _ in range(PIN_LENGTH)
+        )
     if added:
         new = fill_in(text, added)
-        write_file(file.resolve(), new, file.stat(), expected=present | added)
+        replace_settings(file.resolve(), new, present | added)
     print(f"\nWritten to {file}: {', '.join(added) or 'nothing new'}.")
     for name, value in kept.items():
         print(f"\n{name} was kept, but the server reports a different value:")
         print(f"    {waker.printable(present[name])}\n    {value} (the server's)")
     if "WAKER_PIN" in added:
-        show_pin(pin, file)
+        show_pin(added["WAKER_PIN"], file)
+    return kept
+
+
+def settle(folder: Path, lines: Sequence[str]) -> None:
+    """Add the settings to waker.env, and start waker if they are this box's own.
+
+    Raises: ConfigError, Failed, OSError.
+    """
+    try:
+        found = parse_settings(lines)
+    except ValueError:
+        raise ConfigError("These are not the settings that a server reports.") from None
+    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # until this process ends
+    kept = write_settings(folder, found)
     if folder != CONFIG:
-        print(f"\nThe server is prepared. The box needs {folder} next.")
+        print(f"\nThe server is prepared. Next, let waker use {folder}, on this box or")
+        print("on another one, to which you copy it.")
         return
-    where = start_waker(folder)
+    where = start_waker()
     if kept:
         print("\nFirst compare the settings above that differ.")
     print(f"\nNext, reboot the server, and unlock it from your phone{where}.")

@@ -1,11 +1,13 @@
 """`waker install` on simulated boxes, what packagers get, and the demo."""
 
+import contextlib
 import fcntl
 import functools
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -39,14 +41,22 @@ from test_openwrt import BLOCKED
 from test_pack import COMPILE, pack, unpack
 from test_prepare import Terminal
 
-QUIET = ["systemctl is-active waker", "systemctl daemon-reload"]
+from box import system
+
 PROGRAM = "/usr/local/bin/waker"
 UNIT = "/usr/local/lib/systemd/system/waker.service"
 SETTINGS = "/etc/waker/waker.env"
 KEY, PUBLIC = "/etc/waker/ssh_key", "/etc/waker/ssh_key.pub"
 EXAMPLE = CHECKOUT.joinpath("waker.env.example").read_bytes()
 UNITS = "usr/lib/systemd/system"  # of a package
-PREPARE = "    waker prepare me@192.168.1.20\n"
+PREPARE = """\
+Next, prepare the server, without sudo:
+
+    waker prepare me@192.168.1.20
+
+(with your user and your server's address)
+"""
+CHECK = "Next, check that everything works:\n\n    sudo waker check\n"
 KEPT = "/lib/upgrade/keep.d/waker"
 
 
@@ -65,7 +75,7 @@ def box(program: Path, tmp_path: Path) -> Iterator[Box]:
 @pytest.fixture
 def router(box: Box) -> Box:
     """An OpenWrt box, with only the Python modules that OpenWrt packages."""
-    names = "apt apt-get dpkg systemctl journalctl"
+    names = "apt apt-get dpkg systemctl journalctl sudo"
     box.run(f"cd /usr/bin; rm -f {names}; cd {box.stubs}; rm -f {names}")
     stub(box.stubs / "logread", "cat /run/waker.log\n")
     box.write("/etc/rc.common", RC_COMMON)
@@ -142,7 +152,7 @@ def test_a_new_box_gets_all_that_it_lacks_and_is_told_what_is_next(box: Box) -> 
     box.run(f"rm {box.paramiko}")
     stub(box.stubs / "apt-get", box.apt_get)
     shown = box.run(f"umask 077; {PYTHON} waker install --yes")
-    assert shown.endswith(f"without sudo:\n\n{PREPARE}")
+    assert shown.endswith(PREPARE)
     files = box.installed()
     key, public = files.pop(KEY), files.pop(PUBLIC)
     assert files == new() | {SETTINGS: (0o600, EXAMPLE)}
@@ -151,14 +161,14 @@ def test_a_new_box_gets_all_that_it_lacks_and_is_told_what_is_next(box: Box) -> 
     assert box.run("stat -c '%a %U' /etc/waker") == "700 root\n"
     assert box.run("stat -c %a /usr/local/lib/systemd") == "755\n"
     called = calls(box.stubs)
-    looked, repair, update, install, _ = (c for c in called if "dpkg-query" not in c)
+    repair, update, install = (c for c in called if c.startswith(("dpkg", "apt-get")))
     # dpkg must not ask about a file that somebody has changed.
     assert repair == "dpkg --force-confold --configure -a"
     assert update.endswith(" update")
     assert " DPkg::Options::=--force-confold install --no-install-recom" in install
     assert install.endswith(" python3-paramiko")
-    assert [call for call in called if "systemctl" in call] == QUIET
-    assert looked == QUIET[0]
+    assert called[-1] == "systemctl daemon-reload"
+    assert not [call for call in called if re.search("enable waker|start", call)]
 
 
 def test_a_second_run_leaves_settings_and_key_as_somebody_has_made_them(
@@ -172,7 +182,7 @@ def test_a_second_run_leaves_settings_and_key_as_somebody_has_made_them(
     assert not [call for call in calls(box.stubs) if call.startswith("apt-get")]
     # Somebody is filling in the settings.
     box.write(SETTINGS, "WAKER_PIN=\nWAKER_HOMELAB_NAME=x\n")
-    assert box.install().endswith(PREPARE)
+    assert box.install().endswith(CHECK)
     box.run(f"chmod 710 /etc/waker; ln -sf ../unmounted {SETTINGS}; rm {KEY}")
     before = box.installed()
     box.install()
@@ -221,7 +231,7 @@ def test_apt_waits_for_a_lock(box: Box, lock: str) -> None:
         installing = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert installing.stdout
         lines = iter(installing.stdout.readline, "")
-        assert any("Waiting until another program" in line for line in lines)
+        assert any("as soon as apt is free" in line for line in lines)
         waits = re.compile(rf"-> POSIX .*:{os.fstat(held.fileno()).st_ino} ")
         wait_for(lambda: waits.search(Path("/proc/locks").read_text()))
         for path in (SETTINGS, KEY, PUBLIC):  # meanwhile, somebody makes them
@@ -232,15 +242,6 @@ def test_apt_waits_for_a_lock(box: Box, lock: str) -> None:
     assert box.installed() == new() | dict.fromkeys((SETTINGS, KEY, PUBLIC), owners)
 
 
-def test_packages_that_dpkg_has_not_configured_are_repaired(box: Box) -> None:
-    """Although they seem to work."""
-    stub(
-        box.stubs / "dpkg-query", "case $* in *openssh-client) echo unpacked ;; esac\n"
-    )
-    assert "\n    install openssh-client with apt\n" in box.install()
-    assert "dpkg --force-confold --configure -a" in calls(box.stubs)
-
-
 def test_apt_tries_again_after_a_minute_with_new_lists(box: Box) -> None:
     box.run(f"rm {box.paramiko}; mkdir fails")
     stub(box.stubs / "sleep")
@@ -248,7 +249,7 @@ def test_apt_tries_again_after_a_minute_with_new_lists(box: Box) -> None:
     stub(box.stubs / "apt-get", f"{fails_once}{box.apt_get}")
     box.write("/var/lib/apt/lists/half", "")
     assert box.install().endswith(PREPARE)
-    called = [c for c in calls(box.stubs) if not c.startswith(("system", "dpkg-q"))]
+    called = [call for call in calls(box.stubs) if "systemctl" not in call]
     packages = ["dpkg", "apt-get", "sleep", "dpkg", "apt-get", "apt-get"]
     assert [call.split()[0] for call in called] == packages
     # Without the internet, there are no others.
@@ -260,7 +261,6 @@ def test_apt_tries_again_after_a_minute_with_new_lists(box: Box) -> None:
 
 # ---- Refusals ------------------------------------------------------------------------
 
-HIDDEN = "/etc/systemd/system/waker.service would hide the unit"
 REFUSALS = {
     "no init system": (
         "rm -f /usr/bin/systemctl {stubs}/systemctl",
@@ -281,8 +281,22 @@ REFUSALS = {
         f"{PROGRAM} cannot be written: Read-only file system",
     ),
     "folder": (f"mkdir -p {UNIT}", f"{UNIT} is a folder. Move it away."),
-    "own unit": ("touch /etc/systemd/system/waker.service", HIDDEN),
-    "masked": ("ln -s /dev/null /etc/systemd/system/waker.service", HIDDEN),
+    "masked": (
+        f"mkdir -p {UNIT}; rmdir {UNIT}; systemctl mask waker",
+        "waker.service is masked. First run: sudo systemctl unmask waker",
+    ),
+    "masked until the next boot": (
+        "systemctl mask --runtime waker",
+        "waker.service is masked. First run: sudo systemctl unmask --runtime waker",
+    ),
+    "in memory": (
+        "mkdir /etc/waker; mount -t tmpfs none /etc/waker",
+        "/etc/waker is in memory, so the next reboot would lose it.",
+    ),
+    "group without a user": (
+        "echo waker:x:4000: >>/etc/group",
+        "there is a group waker, but no user waker.",
+    ),
     "damaged": (
         "sed -i 's/<!DOCTYPE html>/<!DOCTYPE htmm>/' waker",
         "is damaged: Bad CRC",
@@ -293,7 +307,7 @@ REFUSALS = {
     ),
     "apt fails": (
         "cd {stubs}; rm {paramiko}; ln -sf /bin/false apt-get; ln -s /bin/true sleep",
-        "apt could not install paramiko. waker is as it was before.",
+        "apt could not install paramiko. waker itself was not changed.",
     ),
 }
 
@@ -330,9 +344,47 @@ def test_only_root_installs_and_only_the_one_file_without_compiled_code(
     assert box.installed() == {}
 
 
-def test_drop_ins_are_welcome_and_another_python_is_not_used(box: Box) -> None:
+def test_what_a_refusal_advises_leads_on(box: Box) -> None:
+    """As it is printed."""
+    box.run("systemctl mask waker")
+    for _ in range(2):
+        _, shown = box.waker("install --yes")
+        box.run(f'sudo() {{ "$@"; }}\n{shown.split("First run: ")[1]}')
+        box.run("systemctl mask --runtime waker || :")
+    box.run("systemctl unmask --runtime waker; echo waker:x:4000: >>/etc/group")
+    _, shown = box.waker("install --yes")
+    box.run(f'sudo() {{ "$@"; }}\n{shown.split("Run: ")[1]}')
+    box.install()
+
+
+def test_a_system_whose_changes_are_in_memory_is_refused(box: Box) -> None:
+    """As with the overlay file system of Raspberry Pi OS."""
+    box.run(
+        "cd /run; mkdir upper work root; layers=upperdir=/run/upper,workdir=/run/work\n"
+        "mount -t overlay none root -o lowerdir=/,$layers\n"
+        "for place in proc run usr; do mount --rbind /$place root/$place; done"
+    )
+    command = "chroot", "/run/root", PYTHON, str(box.program), "install", "--yes"
+    status, shown = box.call(*command)
+    assert status == 1
+    assert "/etc/waker is in memory" in shown
+    assert "do_overlayfs 1" in shown
+
+
+def test_a_usr_local_that_is_mounted_late_needs_a_unit_elsewhere(box: Box) -> None:
+    box.write("/etc/fstab", "# x /usr/local\nUUID=1\t/usr/local ext4 defaults 0 2\n")
+    shown = box.install()
+    assert "systemd reads its units before /etc/fstab mounts /usr/local." in shown
+    (command,) = re.findall("sudo (cp .*)", shown)
+    box.run(command)
+    assert "/etc/fstab" not in box.install()
+    box.write("/etc/fstab", "# x /usr/local x\n/x /usr/local/lib x\n")
+    box.run("rm /etc/systemd/system/waker.service")
+    assert "/etc/fstab" not in box.install()
+
+
+def test_another_python_is_not_used(box: Box) -> None:
     """Here, it is one that lacks what makes the key."""
-    box.write("/etc/systemd/system/waker.service.d/own.conf", "[Service]\n")
     box.run(f"{PYTHON} -m venv --without-pip other")
     status, shown = box.call("other/bin/python", "waker", "install", "--yes")
     assert status == 0, shown
@@ -347,15 +399,30 @@ def test_a_full_tmp_is_named(box: Box) -> None:
     assert re.search(r"/run/full/.*: No space left on device\.$", shown)
 
 
+def test_the_installed_program_can_install_itself_again(box: Box) -> None:
+    """Even if /usr/local is a link."""
+    box.run("mkdir /run/local; mount --bind /usr/local /run/local; umount /usr/local")
+    box.run("rm -r /usr/local; ln -s /run/local /usr")
+    box.install()
+    before = box.run(f"sha256sum {PROGRAM}")
+    status, shown = box.call(PROGRAM, "install", "--yes")
+    assert status == 0, shown
+    assert box.run(f"sha256sum {PROGRAM}") == before
+
+
 def test_another_installation_must_have_ended(box: Box) -> None:
     """Or this one could replace a key that the other one has just made."""
-    folder = os.open(box.path("/etc"), os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)
-    status, shown = box.waker("install --yes")
-    assert (status, box.installed()) == (1, {})
-    assert "another installation of waker is running" in shown
-    os.close(folder)
+    lock = "/run/waker-install.lock"
+    box.write(lock, "")
+    with box.path(lock).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        status, shown = box.waker("install --yes")
+        assert (status, box.installed()) == (1, {})
+        assert "another `waker install` or `uninstall` is running." in shown
+    box.run(f"rm {lock}")
     box.install()
+    # Nobody else can hold it.
+    assert box.run(f"stat -c '%a %U' {lock}") == "600 root\n"
 
 
 # ---- Upgrades ------------------------------------------------------------------------
@@ -368,7 +435,7 @@ def test_an_upgrade_keeps_settings_and_restarts_what_was_running(box: Box) -> No
     for name in ("waker", "waker2"):
         assert f"\n    restart {name}\n" in shown
         assert re.search(rf"(?m)^{name} answers on port \d+\.$", shown)
-    assert shown.endswith("Next, see whether all is right:\n\n    sudo waker check\n")
+    assert shown.endswith(CHECK)
     assert box.installed() == old | new()
     assert not {*before} & {*pids(box)}
     box.run("systemctl stop waker2; touch /run/waker2.crashed")  # it would restart soon
@@ -376,28 +443,98 @@ def test_an_upgrade_keeps_settings_and_restarts_what_was_running(box: Box) -> No
     # A stopped service is not started, nor a disabled one enabled.
     box.run("systemctl stop waker2; systemctl stop waker; systemctl disable waker")
     stopped = pids(box)
-    by_hand = "    sudo systemctl enable waker\n    sudo systemctl restart waker\n"
-    assert box.install().endswith(f"    sudo waker check\n{by_hand}")
+    shown = box.install()
+    for name in ("waker", "waker2"):
+        is_named = (
+            f"\nFound: {name}, which is stopped, so its settings are not checked\n"
+        )
+        assert is_named in shown
+    assert shown.endswith(CHECK)
     assert pids(box) == stopped
     assert not [name for name in box.installed() if "wants" in name]
 
 
-@pytest.mark.parametrize("name", ["waker", "waker2"])
-def test_a_mistake_in_the_settings_of_a_service_stops_an_upgrade(
-    box: Box, name: str
+OWN_UNITS = "/etc/systemd/system"
+DROP_IN = f"{OWN_UNITS}/waker.service.d/own.conf"
+TEMPLATE = """\
+ExecStart=/usr/local/bin/waker --env-file %d/x
+LoadCredential=x:/etc/waker-%i/waker.env
+"""
+BY_PYTHON = """\
+ExecStart=/usr/bin/python3 /usr/local//bin/waker --env-file=/etc/wk/waker.env
+"""
+# Where a service may have its settings: its name, its unit, and the place.
+PLACES = {
+    "its file": ("waker", "", "", SETTINGS),
+    "a second service's file": ("waker2", "", "", "/etc/waker2/waker.env"),
+    "a drop-in": ("waker", "", "", DROP_IN),
+    "a file of variables": (
+        *("waker", DROP_IN, "EnvironmentFile=-/etc/default/wak*\n"),
+        "/etc/default/waker",
+    ),
+    "a template's instance": (
+        *("waker@b", f"{OWN_UNITS}/waker@.service", TEMPLATE),
+        "/etc/waker-b/waker.env",
+    ),
+    "a file named after Python": (
+        *("wk", f"{OWN_UNITS}/wk.service", BY_PYTHON),
+        "/etc/wk/waker.env",
+    ),
+}
+
+
+@each("name unit text place", PLACES)
+def test_a_mistake_in_the_settings_of_a_running_service_stops_an_upgrade(
+    name: str, unit: str, text: str, place: str, box: Box
 ) -> None:
-    """Even if it is not running now."""
+    """Wherever they are."""
+    run_old(box)
+    if unit:
+        box.write(unit, f"[Service]\n{text}")
+    is_whole = place.endswith("waker.env")
+    port = settle(box, str(Path(place).parent) if is_whole else "/etc/waker")
+    right = box.path(place).read_text() if is_whole else ""
+    box.write(place, right)
+    box.run(f"systemctl restart {name}")
+    wait_for(partial(is_open, port))
+    before = box.path(f"/run/{name}.pid").read_text()
+    in_unit = '[Service]\nEnvironment="WAKER_SSH_USER=a b"\n'
+    mistake = in_unit if place == DROP_IN else "WAKER_SSH_USER='a b'\n"
+    box.write(place, right + mistake)
+    old = box.installed()
+    status, shown = box.waker("install --yes")
+    assert (status, box.installed()) == (78, old)
+    assert re.search(rf"Nothing was changed: {name}.*:\nWAKER_SSH_USER", shown)
+    assert box.path(f"/run/{name}.pid").read_text() == before
+    box.write(place, right)
+    assert f"\n{name} answers on port {port}." in box.install()
+    assert box.path(f"/run/{name}.pid").read_text() != before
+
+
+REFUSED = {
+    "a file that a unit needs is missing": (
+        f"mkdir {OWN_UNITS}/waker.service.d; cp /run/needs.conf {DROP_IN}",
+        "waker: /etc/gone is missing",
+    ),
+    "two have the same port": (
+        "cp /etc/waker/waker.env /etc/waker2",
+        "two of waker2, waker have the same WAKER_LISTEN.",
+    ),
+}
+
+
+@each("first reason", REFUSED)
+def test_a_service_that_could_not_start_again_stops_an_upgrade(
+    first: str, reason: str, box: Box
+) -> None:
     run_old(box)
     before = pids(box)
-    settle(box, f"/etc/{name}", WAKER_SSH_USER="a b")
-    files = box.installed()
-    for _ in range(2):
-        status, shown = box.waker("install --yes")
-        assert status == 78
-        assert f"Nothing was changed: /etc/{name}/waker.env:\nWAKER_SSH_USER" in shown
-        assert box.installed() == files
-        assert pids(box) == before
-        box.run(f"systemctl stop {name}")
+    box.write("/run/needs.conf", "[Service]\nEnvironmentFile=/etc/gone\n")
+    box.run(first)
+    old = box.installed()
+    status, shown = box.waker("install --yes")
+    assert (status, box.installed(), pids(box)) == (78, old, before)
+    assert shown.endswith(f"Nothing was changed: {reason}\n")
 
 
 def test_a_service_that_does_not_answer_shows_its_log(box: Box) -> None:
@@ -421,71 +558,121 @@ def test_another_program_on_the_port_is_not_taken_for_waker(box: Box) -> None:
     assert "waker does not answer." in shown
 
 
-SERVICES = {
-    "/usr/lib/systemd/system/waker.service": "ExecStart=/usr/bin/waker",
-    "/etc/systemd/system/wk2.service": "ExecStart=/usr/local/bin/waker --env-file=/a",
-    "/usr/lib/systemd/system/wk3.service": "ExecStart=/bin/true",
-    "/etc/systemd/system/wk3.service.d/own.conf": (
-        "ExecStart=\nExecStart=-/usr/local/bin/waker --env-file %d/x\n"
-        "LoadCredential=x:/b"
-    ),
-    "/etc/systemd/system/wk4.service": (
-        'ExecStart = "/usr/local/bin/waker" \\\n  --env-file "%d/y"\n'
-        "LoadCredential=y:/a\nLoadCredential=x:/b\nLoadCredential=y: /c"
-    ),
-    "/etc/systemd/system/wk5.service": (
-        "ExecStart=/usr/local/bin/waker --env-file %d/x\nLoadCredentialEncrypted=x:/d"
-    ),
-    "/etc/systemd/system/wk6.service": "ExecStart=/usr/local/bin/waker\nExecStart=",
-    "/etc/systemd/system/wk8.service": (
-        "ExecStart=/usr/local/bin/waker\nEnvironment=A=1 WAKER_LISTEN=:1"
-    ),
-    "/etc/systemd/system/wk7.service": "ExecStart=/usr/local/bin/waker-notify",
-}
+def test_an_answer_that_comes_slowly_ends_in_time() -> None:
+    """Between two bytes as well: a negative timeout, which is rare, is an error."""
+
+    def send_bytes(tcp: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the other end has gone
+            while True:
+                tcp.sendall(b"x")
+
+    with homelab.tcp_server(send_bytes) as port:
+        for _ in range(20):
+            assert not system.read_page(("127.0.0.1", port), 0.02).strip(b"x")
+
+
+# What systemd 252 and 257 print, shortened.
+SHOWN = r"""
+ExecStart={ path=/usr/local/bin/waker ; argv[]=/usr/local/bin/waker --env-file \
+/run/credentials/waker.service/waker.env ; ignore_errors=no ; status=0/0 }
+Environment=MALLOC_ARENA_MAX=2
+Id=waker.service
+ActiveState=active
+
+ExecStart={ path=/usr/local/bin/waker ; argv[]=/usr/local/bin/waker --env-file \
+/run/credentials/waker@b.service/waker.env ; ignore_errors=no ; status=0/0 }
+Environment=MALLOC_ARENA_MAX=2 WAKER_HOMELAB_NAME=unit
+Id=waker@b.service
+ActiveState=activating
+
+ExecStart={ path=/usr/bin/python3 ; argv[]=/usr/bin/python3 -B /usr/local//bin/waker ; }
+Environment="WAKER_PIN=a b\$c\`d\"e'f\\g  12345" WAKER_HOMELAB_NAME=Küche A=1 \
+WAKER_HOMELAB_MAC=52:54:00:12:34:57 WAKER_LISTEN=127.0.0.1:8083
+EnvironmentFiles=/etc/wk3-*.env (ignore_errors=no)
+EnvironmentFiles=/etc/missing (ignore_errors=yes)
+Id=wk3.service
+ActiveState=inactive
+
+ExecStart={ path=/bin/sh ; argv[]=/bin/sh -c exec /usr/local/bin/waker ; }
+Id=wk4.service
+ActiveState=failed
+
+ExecStart={ path=waker ; argv[]=waker ; }
+Environment=WAKER_PIN=12345678
+EnvironmentFiles=/etc/waker/waker.env (ignore_errors=no)
+Id=wk8.service
+ActiveState=active
+WorkingDirectory=!/etc/waker-b
+
+ExecStart={ path=/usr/local/bin/waker ; argv[]=/usr/local/bin/waker state ; }
+Id=wk9.service
+Type=oneshot
+ActiveState=activating
+
+ExecStart={ path=/usr/local/bin/waker ; argv[]=/usr/local/bin/waker --env-file \
+/run/credentials/wk5.service/waker.env ; ignore_errors=no ; status=0/0 }
+Id=wk5.service
+ActiveState=reloading
+
+ExecStart={ path=/usr/local/bin/waker-notify ; argv[]=/usr/local/bin/waker-notify x }
+Id=waker-notify.service
+ActiveState=active
+
+ExecStart={ path=/usr/bin/logger ; argv[]=/usr/bin/logger -t waker ; }
+Id=wk6.service
+ActiveState=active
+
+Id=wk7.service
+ActiveState=inactive
+"""
+CAT = """\
+[Service]
+LoadCredential=waker.env:/etc/waker/waker.env
+#LoadCredential=waker.env:/etc/comment
+ LoadCredential = waker.env: /etc/waker-%i/own.env
+LoadCredential=ssh_key:/etc/shared_key
+"""
+SYSTEMCTL = """
+case "$*" in
+show*) cat {0}/shown ;;
+"cat waker.service") cat {1}/waker.service ;;
+"cat waker@b.service") cat {0}/template ;;
+esac
+"""
 FIND = """
 from box import system
-for service in sorted(system.find_services(system.SYSTEMD)):
-    print(*service)
+from waker import ConfigError
+for service in system.find_services(system.SYSTEMD):
+    try:
+        config = system.read_service_settings(service)
+        has_pin = config.pin.matches("a b$c`d\\"e'f\\\\g  12345")
+        found = config.name, config.listen[1], str(config.key), has_pin
+    except ConfigError as error:
+        found = str(error).splitlines()[0]
+    print(service.name, service.is_running, found)
 """
 
 
-def test_the_services_that_run_waker_are_found(box: Box) -> None:
-    for name, text in SERVICES.items():
-        box.write(name, f"[Service]\n{text}\n")
-    units = "/etc/systemd/system"
-    box.run(f"cd {units}; ln -s wk2.service alias.service; ln -s /dev/null no.service")
-    box.run(f"mkdir {units}/ssh.service.d; ln -s /gone {units}/ssh.service.d/x.conf")
+def test_services_are_what_systemd_says(box: Box) -> None:
+    stub(box.stubs / "systemctl", SYSTEMCTL.format(box.folder, CHECKOUT))
+    box.folder.joinpath("shown").write_text(SHOWN.replace("\\\n", ""))
+    box.folder.joinpath("template").write_text(CAT)
+    for port, name in enumerate(("waker", "waker-b"), 1):
+        own = {"WAKER_HOMELAB_NAME": name, "WAKER_LISTEN": f"[::]:{port}"}
+        settle(box, f"/etc/{name}", **own)
+    box.run("mv /etc/waker-b/waker.env /etc/waker-b/own.env")
+    box.write("/etc/wk3-a.env", "WAKER_HOMELAB_HOST=192.0.2.1\nWAKER_HOMELAB_NAME=x\n")
+    box.write("/etc/wk3-b.env", "\n")
     _, shown = box.call("env", "-C", str(CHECKOUT), PYTHON, "-B", "-c", FIND)
     assert shown.splitlines() == [
-        "waker /etc/waker/waker.env",
-        "wk2 /a",
-        "wk3 /b",
-        "wk4 /c",
-        "wk5 /nonexistent",
-        "wk8 /nonexistent",
+        "waker True ('waker', 1, '/etc/waker/ssh_key', False)",
+        "waker@b True ('unit', 2, '/etc/shared_key', False)",
+        "wk3 False ('x', 8083, '/ssh_key', True)",
+        "wk4 False ('waker', 1, '/etc/waker/ssh_key', False)",
+        "wk8 True ('waker', 1, '/etc/waker-b/ssh_key', False)",
+        "wk9 False ('waker', 1, '/etc/waker/ssh_key', False)",
+        "wk5 True first stop wk5: only systemd can read its settings",
     ]
-
-
-def test_what_waker_3_has_put_into_usr_is_taken_over(box: Box) -> None:
-    """And the commands that remove it leave waker enabled and working."""
-    unit = CHECKOUT.joinpath("waker.service").read_text()
-    box.write("/usr/bin/waker", "#!/bin/sh\nexec sleep 1000\n", 0o755)
-    old = unit.replace("/usr/local/bin", "/usr/bin")
-    box.write("/usr/lib/systemd/system/waker.service", old, 0o644)
-    settle(box)
-    box.run("systemctl enable waker; systemctl restart waker")
-    shown = box.install()
-    assert "waker answers on port" in shown
-    commands = shown.split("remove it:\n\n")[1].split("\n\n")[0]
-    box.run(f'sudo() {{ "$@"; }}\n{commands}')
-    links = [data for name, (_, data) in box.installed().items() if "wants" in name]
-    assert links == [UNIT.encode()]
-    assert "An older waker" not in box.install()
-    timer = "/usr/lib/systemd/system/waker-notify.timer"
-    box.write(timer, "")
-    lines = box.install().split("remove it:\n\n")[1].splitlines()
-    assert lines[1] == "    sudo waker install notify"
-    assert lines[3] == f"    sudo rm {timer}"
 
 
 # ---- A power cut ---------------------------------------------------------------------
@@ -537,7 +724,7 @@ def test_a_power_cut_leaves_nothing_half_done_on_a_new_box(
     is_cut = cut_power(box, library, moment)
     assert is_cut == (moment <= 11)
     if is_cut:
-        assert box.install().endswith(PREPARE)
+        assert box.install().endswith((PREPARE, CHECK))
     files = box.installed()
     assert {*files} == {PROGRAM, UNIT, SETTINGS, KEY, PUBLIC}
     derived = box.run(f"ssh-keygen -yf {KEY}").strip()
@@ -563,9 +750,7 @@ def test_openwrt_gets_its_init_script_and_keeps_waker_when_upgraded(
     router: Box,
 ) -> None:
     shown = router.install()
-    assert shown.endswith(
-        "Next, prepare the server:\n\n    waker prepare me@192.168.1.20\n"
-    )
+    assert shown.endswith(PREPARE.replace(", without sudo", ""))
     files = router.installed()
     compiled = new()[PROGRAM]
     assert files["/usr/bin/waker"] == compiled
@@ -609,7 +794,7 @@ def test_uninstall_leaves_settings_keys_and_nothing_else(box: Box) -> None:
     run_old(box)
     status, shown = box.waker("uninstall --yes")
     assert status == 1
-    assert "waker2 still needs waker. First run: sudo systemctl disable" in shown
+    assert "first stop what runs waker: waker2\n" in shown
     assert box.run("systemctl is-active waker") == "active\n"
     box.run("systemctl stop waker2")
     before = box.installed()
@@ -618,7 +803,9 @@ def test_uninstall_leaves_settings_keys_and_nothing_else(box: Box) -> None:
     assert f"{SETTINGS} and waker's key stay, and so do installed packages.\n" in shown
     for path in (UNIT, PROGRAM):
         assert f"\n    delete {path}\n" in shown
+    assert "\n    leave waker2 without a program\n" in shown
     box.write("/etc/waker/.waker.env.new", "of a run that was killed")
+    calls(box.stubs)
     assert box.waker("uninstall", "y\n")[0] == 0
     kept = {
         n: f
@@ -627,7 +814,44 @@ def test_uninstall_leaves_settings_keys_and_nothing_else(box: Box) -> None:
     }
     assert box.installed() == kept
     assert box.run("systemctl is-active waker || :") == ""
+    assert "systemctl daemon-reload" in calls(box.stubs)
     assert box.waker("uninstall --yes")[1].endswith("waker is not installed here.\n")
+
+
+def test_uninstall_refuses_while_somebody_runs_waker_by_hand(box: Box) -> None:
+    """But not because of the process of its own service."""
+    run_old(box)
+    box.run("systemctl stop waker2")
+    port = settle(box, "/run/by_hand")
+    command = box.enter(PROGRAM, "--env-file", "/run/by_hand/waker.env")
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as by_hand:
+        wait_for(partial(is_open, port))
+        before = box.installed()
+        status, shown = box.waker("uninstall --yes")
+        assert (status, box.installed()) == (1, before)
+        (number,) = re.findall("first stop what runs waker: process ([0-9]+)\n", shown)
+        box.run(f"kill {number}")
+        by_hand.wait(60)
+    assert box.waker("uninstall --yes")[0] == 0
+
+
+UNREMOVABLE = {
+    "read-only": ("mount -o remount,ro /usr/local", "is in a read-only folder."),
+    "masked": ("systemctl mask waker", "systemctl unmask waker"),
+}
+
+
+@each("first reason", UNREMOVABLE)
+def test_uninstall_removes_nothing_if_it_cannot_remove_all(
+    first: str, reason: str, box: Box
+) -> None:
+    put_old(box)
+    box.write("/etc/waker/notify_url", "of messages")
+    box.run(first)
+    before = box.installed()
+    status, shown = box.waker("uninstall --yes")
+    assert (status, box.installed()) == (1, before)
+    assert reason in shown
 
 
 def test_uninstall_stops_waker_even_if_its_unit_was_moved(box: Box) -> None:

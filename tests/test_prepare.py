@@ -7,11 +7,14 @@ Only prepare.py is a stand-in, where it must succeed or lie.
 
 import ast
 import base64
+import contextlib
+import fcntl
 import json
 import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,6 +22,7 @@ from pathlib import Path
 
 import pyte
 import pytest
+from boxes import PROCESSES
 from conftest import (
     BOX,
     CHECKOUT,
@@ -82,6 +86,7 @@ mkdir /run/sshd /run/upper /run/work
 mount -t overlay none /etc -o lowerdir=/etc,upperdir=/run/upper,workdir=/run/work
 mkdir -p /etc/waker
 for name in passwd sudoers waker; do mount --bind /mnt/$name /etc/$name; done
+mount --bind /mnt/local /usr/local/bin
 # Otherwise, systemd says that root has no password.
 sed 's/:[0-9].*/:1::::::/' /etc/passwd >/etc/shadow
 exec {sshd} -D -e -f /dev/null -p {port} -h /mnt/host_key -o ListenAddress=127.0.0.1 \\
@@ -107,7 +112,21 @@ SSH = """\
 exec /usr/bin/ssh -F none -p {port} -o UserKnownHostsFile=/mnt/known_hosts \\
     -o PreferredAuthentications=password -o KexAlgorithms=curve25519-sha256 "$@"
 """
-STARTED = ["waker check", "systemctl enable waker", "systemctl restart waker"]
+# systemctl, or OpenWrt's init script, which starts a real waker.
+SERVICE = f"""
+name=waker
+{PROCESSES}
+case $1 in
+is-active | running) runs && echo active ;;
+show) cat /mnt/shown ;;
+restart)
+    stop
+    set -- /usr/local/bin/waker --env-file /etc/waker/waker.env
+    launch env -i PATH=$PATH $(cat /mnt/variables) "$@"
+    ;;
+esac
+"""
+STARTED = ["systemctl enable waker", "systemctl restart waker"]
 
 
 class Terminal:
@@ -171,6 +190,8 @@ class Home:
     def __init__(self, folder: Path) -> None:
         self.folder, self.stubs = folder, folder / "bin"
         self.settings = folder / "waker/waker.env"
+        self.page = free_port()
+        self.example = f"{EXAMPLE}WAKER_LISTEN=0.0.0.0:{self.page}\n"
         self.pid = 0
 
     def write(self, path: str, text: str, mode: int = 0o644) -> None:
@@ -226,10 +247,16 @@ class Home:
         arguments, files, folder = json.loads(text)
         return arguments, files, Path(f"/proc/{self.pid}/root{folder}")
 
+    def started(self) -> list[str]:
+        """Return how systemctl was called to change something."""
+        asks = "systemctl is-active", "systemctl list", "systemctl show"
+        asked = (call for call in calls(self.stubs) if call.startswith("systemctl"))
+        return [call for call in asked if not call.startswith(asks)]
+
     def assert_untouched(self, shown: str) -> None:
         """Check that nothing was written on the box, nor started, and it said so."""
         assert shown.count("Nothing was written on this box.") == 1
-        assert self.settings.read_text() == EXAMPLE
+        assert self.settings.read_text() == self.example
         files = {path.name for path in self.settings.parent.iterdir()}
         assert files == {"waker.env", "ssh_key", "ssh_key.pub"}
         assert calls(self.stubs) == []
@@ -247,9 +274,11 @@ def home(tmp_path: Path) -> Iterator[Home]:
     home.pack(STAND_IN)
     home.write("answer", ANSWER)
     home.write("bin/ssh", SSH.format(port=port), 0o755)
-    stub(home.stubs / "systemctl")
-    stub(home.stubs / "waker", f'cd {CHECKOUT}; exec {sys.executable} -m box "$@"')
-    home.write("waker/waker.env", EXAMPLE, 0o600)
+    stub(home.stubs / "systemctl", SERVICE)
+    stub(home.stubs / "journalctl", "cat /run/waker.log\n")
+    waker = f'cd {CHECKOUT}; exec {sys.executable} -m box "$@"'
+    home.write("local/waker", f"#!/bin/sh\n{waker}\n", 0o755)
+    home.write("waker/waker.env", home.example, 0o600)
     new_key().write_private_key_file(str(home.folder / "host_key"))
     key = [need("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-C", "waker", "-f"]
     subprocess.run([*key, str(home.folder / "waker/ssh_key")], check=True)
@@ -258,6 +287,9 @@ def home(tmp_path: Path) -> Iterator[Home]:
     with process(port, script) as server:
         home.pid = server.pid
         yield home
+        with contextlib.suppress(OSError):  # waker was not started, or has ended
+            file = Path(f"/proc/{home.pid}/root/run/waker.pid")
+            os.kill(int(file.read_text()), signal.SIGTERM)
 
 
 WAYS = {
@@ -289,11 +321,13 @@ def test_one_command_prepares_the_server_and_starts_waker(home: Home, way: str) 
         "WAKER_HOMELAB_HOST": HOST,
         "WAKER_SYSTEM_SSH_PORT": "2022",  # the other port is the usual one
         "WAKER_SSH_HOST_KEY": HOST_KEY,
+        "WAKER_LISTEN": f"0.0.0.0:{home.page}",
     }
-    assert calls(home.stubs) == STARTED
+    assert home.started() == STARTED
     assert pin not in home.folder.joinpath("sudo.log").read_text()
     assert "ok     configuration  all settings are valid" in shown
-    assert shown.endswith("unlock it from your phone at http://127.0.0.1:8080/.\n")
+    assert f"\nwaker answers on port {home.page}.\n" in shown
+    assert shown.endswith(f"from your phone at http://127.0.0.1:{home.page}/.\n")
 
 
 # ---- The server ----------------------------------------------------------------------
@@ -310,7 +344,10 @@ def test_any_login_shell_will_do(shell: str, home: Home) -> None:
 
 
 def test_root_is_who_knows_its_password(home: Home) -> None:
-    """If the user may not use sudo, or is root, as on a router without sudo."""
+    """If the user may not use sudo, or is root, as on a router without sudo.
+
+    waker does not get root's variables.
+    """
     home.write("sudoers", SUDOERS)
     terminal = home.log_in()
     terminal.answer("[sudo] password for me:", "me")
@@ -319,12 +356,18 @@ def test_root_is_who_knows_its_password(home: Home) -> None:
     assert terminal.end() == 0, terminal.printed
     (*_, key), _, _ = home.called()
     assert key == home.public_key()
-    assert calls(home.stubs) == STARTED
+    assert home.started() == STARTED
 
     home.folder.joinpath("sudo.log").unlink()
-    terminal = home.log_in("--yes", server="root@127.0.0.1", user=0, password="root")
+    terminal = home.log_in(
+        "--yes",
+        command=("env", "WAKER_LISTEN=nonsense", *PROGRAM),
+        server="root@127.0.0.1",
+        user=0,
+        password="root",
+    )
     assert terminal.end() == 0, terminal.printed
-    assert calls(home.stubs) == STARTED
+    assert home.started() == STARTED
     assert not home.folder.joinpath("sudo.log").exists()
 
 
@@ -354,7 +397,7 @@ def test_a_command_of_the_users_for_this_server_is_not_run(home: Home) -> None:
     client = home.folder.joinpath("bin/ssh").read_text()
     home.write("bin/ssh", client.replace("-F none", "-F /mnt/config"), 0o755)
     home.prepare()
-    assert calls(home.stubs) == STARTED
+    assert home.started() == STARTED
     assert not home.folder.joinpath("ran").exists()
 
 
@@ -365,7 +408,7 @@ def test_a_lost_connection_leaves_nothing_on_the_server(home: Home) -> None:
     assert folder.is_dir()
     terminal.hang_up()
     wait_for(lambda: not folder.exists())
-    assert home.settings.read_text() == EXAMPLE
+    assert home.settings.read_text() == home.example
 
 
 def test_undo_leaves_the_settings_alone(home: Home) -> None:
@@ -375,7 +418,7 @@ def test_undo_leaves_the_settings_alone(home: Home) -> None:
     arguments, _, _ = home.called()
     assert arguments == ["--undo", "--yes"]
     assert "The settings on this box stay." in shown
-    assert home.settings.read_text() == EXAMPLE
+    assert home.settings.read_text() == home.example
     assert calls(home.stubs) == []
 
 
@@ -491,7 +534,7 @@ def test_after_a_wrong_password_on_the_box_it_says_how_to_go_on(home: Home) -> N
     again = "waker prepare me@127.0.0.1 --yes --interface 'eth 0'"
     words = f"The server is prepared. To set up this box, repeat: {again}\n"
     assert terminal.printed.endswith(words)
-    assert home.settings.read_text() == EXAMPLE
+    assert home.settings.read_text() == home.example
 
 
 # The last bytes of a hostile server: red, unseen, and in the window's title.
@@ -649,12 +692,26 @@ def test_the_next_run_removes_what_a_killed_one_has_left(
     assert [*file.parent.iterdir()] == [file]
 
 
+def test_two_runs_write_one_after_the_other(file: Path) -> None:
+    """Or both would make a PIN, and one that was shown would be lost."""
+    file.write_text("")
+    folder = os.open(file.parent, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    terminal = Terminal([*SETTLE, str(file.parent), *LINES.splitlines()])
+    waits = re.compile(rf"-> FLOCK .*:{file.parent.stat().st_ino} ")
+    wait_for(lambda: waits.search(Path("/proc/locks").read_text()))
+    file.write_text(MINE)
+    os.close(folder)
+    assert terminal.end() == 0
+    assert file.read_text() == MINE + NEW
+
+
 def test_settings_that_would_be_read_differently_are_not_written(file: Path) -> None:
     """Python's lines may end where an editor shows none."""
     before = f"{MINE}WAKER_HOMELAB_MAC=\vWAKER_HOMELAB_HOST=\n"
     file.write_text(before)
     shown = settle(file, fails=True)
-    assert "Put the five settings above into" in shown
+    assert "Put the settings above into" in shown
     assert file.read_text() == before
     assert [*file.parent.iterdir()] == [file]
 
@@ -703,9 +760,9 @@ def test_what_would_fail_later_fails_at_once(home: Home) -> None:
     home.settings.write_text("")
     for key in (f"{home.public_key()}, {OTHER_KEY}\n", ""):
         home.write("waker/ssh_key.pub", key)
-        fails("ssh_key.pub has no public key. Make it with: ssh-keygen -y", SERVER)
+        fails("ssh_key.pub has no public key. Make it with: sudo ssh-keygen -y", SERVER)
     home.write("waker/ssh_key.pub", OTHER_KEY)
-    home.settings.write_text(EXAMPLE)
+    home.settings.write_text(home.example)
     read_only = home.enter("mount", "-o", "remount,bind,ro", "/etc/waker")
     subprocess.run(read_only, check=True)
     fails("its folder is read-only", SERVER)
@@ -732,15 +789,27 @@ def test_mistakes_in_other_settings_are_reported(home: Home) -> None:
     shown = home.prepare(fails=True)
     assert "WAKER_LISTEN must be written as" in shown
     assert "run the same command again" in shown
-    assert calls(home.stubs) == ["waker check"]
+    assert home.started() == []
     assert waker.read_env_file(home.settings)["WAKER_HOMELAB_MAC"] == MAC
     # waker can run with others.
-    home.settings.write_text(EXAMPLE)
+    home.settings.write_text(home.example)
     home.settings.chmod(0o644)
     shown = home.prepare(fails=True)
-    assert "WRONG" in shown
-    assert "Correct what is WRONG, and restart it." in shown
-    assert calls(home.stubs) == STARTED
+    assert "WRONG  configuration" in shown
+    assert f"waker answers on port {home.page}." in shown
+    assert shown.endswith("Correct what is wrong, and run the same command again.\n")
+    assert home.started() == STARTED
+
+
+def test_a_port_that_is_set_in_a_drop_in_is_the_one_where_the_page_must_be(
+    home: Home,
+) -> None:
+    port = free_port()
+    other = f"WAKER_LISTEN=0.0.0.0:{port}"
+    home.write("variables", other)
+    start = "argv[]=/usr/local/bin/waker --env-file /etc/waker/waker.env"
+    home.write("shown", f"Id=waker.service\nExecStart={start} ;\nEnvironment={other}\n")
+    assert home.prepare().endswith(f"phone at http://127.0.0.1:{port}/.\n")
 
 
 def test_a_folder_for_a_router_gets_a_key_and_the_settings(
@@ -770,19 +839,24 @@ def test_a_folder_for_a_router_gets_a_key_and_the_settings(
     assert terminal.end() != 0
     assert "Fetch waker.env from the box." in terminal.printed
     assert [*folder.iterdir()] == [files["ssh_key.pub"]]
-    assert home.settings.read_text() == EXAMPLE
+    assert home.settings.read_text() == home.example
     assert calls(home.stubs) == []
     assert "owner :" not in home.folder.joinpath("sudo.log").read_text()
 
 
 def test_on_openwrt_waker_is_started_in_its_way(home: Home) -> None:
-    home.settings.write_text(f"{EXAMPLE}WAKER_LISTEN=127.0.0.1:8080\n")
+    home.settings.write_text(f"{EXAMPLE}WAKER_LISTEN=127.0.0.1:{home.page}\n")
     services = home.folder / "init.d"
     services.mkdir()
-    stub(services / "waker")
-    script = "cd /etc; touch rc.common; mkdir -p init.d; mount -B /mnt/init.d init.d"
-    subprocess.run(home.enter("sh", "-c", script), check=True)
+    stub(services / "waker", SERVICE)
+    layers = "lowerdir=/usr/bin,upperdir=/run/up,workdir=/run/on"
+    script = f"""
+        cd /etc; touch rc.common; mkdir -p init.d /run/up /run/on
+        mount -B /mnt/init.d init.d; mount -t overlay none /usr/bin -o {layers}
+        cp /usr/local/bin/waker /usr/bin
+    """
+    subprocess.run(home.enter("sh", "-ec", script), check=True)
     # Only the owner knows the address of the proxy before it.
     assert home.prepare().endswith("unlock it from your phone.\n")
-    assert calls(home.stubs) == ["waker check"]
-    assert calls(services) == ["waker enable", "waker restart"]
+    assert home.started() == []
+    assert calls(services)[:3] == ["waker enable", "waker restart", "waker running"]

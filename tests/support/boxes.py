@@ -50,6 +50,8 @@ runs() { read -r pid </run/$name.pid && grep -q 'State:.[^ZX]' /proc/$pid/status
 launch() {
     setsid "$@" </dev/null >>/run/$name.log 2>&1 &
     echo $! >/run/$name.pid
+    echo "0::/system.slice/$name.service" >/run/$name.cgroup
+    mount --bind /run/$name.cgroup /proc/$!/cgroup
 }
 stop() {
     runs || return 0
@@ -57,35 +59,72 @@ stop() {
     while runs; do sleep 0.05; done
 }
 """
-# Enabling is left to systemd's own program, which can do that without a systemd.
+# What needs no systemd that is running is left to its own program. `show` prints what
+# systemd 252 would. Drop-ins are read from /etc alone.
 SYSTEMCTL = f"""
 name=${{2%.service}}
 {PROCESSES}
+show_unit() {{
+    file=$name
+    case $name in *@*) file=${{name%%@*}}@ ;; esac
+    for folder in /etc /usr/local/lib /usr/lib; do
+        unit=$folder/systemd/system/$file.service
+        [ ! -e $unit ] || break
+    done
+    cat $unit /etc/systemd/system/$file.service.d/*.conf
+}}
+read_unit() {{
+    credentials=/run/credentials/$name.service
+    show_unit | sed -n "s|%d|$credentials|g; s|%i|${{name#*@}}|g; s|^$1=||p"
+}}
 case $1 in
-enable | disable | reenable | is-enabled)
+enable | disable | is-enabled | list-unit-files | mask | unmask)
     SYSTEMD_OFFLINE=1 exec /usr/bin/systemctl "$@"
     ;;
 is-active)
     [ ! -e /run/$name.crashed ] || echo activating
     runs && echo active
     ;;
+show)
+    loaded=
+    case "$* " in *" *.service "*) loaded=/run/*.pid ;; esac
+    cd /etc/systemd/system
+    for unit in *.service /usr/local/lib/systemd/system/*.service $loaded; do
+        name=${{unit##*/}}
+        name=${{name%.*}} state=inactive
+        case $name in *@ | '*') continue ;; esac
+        ! runs || state=active
+        [ ! -e /run/$name.crashed ] || state=activating
+        start=$(read_unit ExecStart | tail -n 1)
+        echo "Id=$name.service"
+        echo "ActiveState=$state"
+        echo "ExecStart={{ path=${{start%% *}} ; argv[]=$start ; pid=0 }}"
+        echo "Environment="$(read_unit Environment)
+        read_unit EnvironmentFile |
+            sed 's/^-*/EnvironmentFiles=/; s/$/ (ignore_errors=no)/'
+        echo
+    done
+    ;;
+cat) show_unit ;;
 stop) stop ;;
 restart)
     stop
     rm -f /run/$name.crashed
-    for folder in /etc /usr/local/lib /usr/lib; do
-        unit=$folder/systemd/system/$name.service
-        [ ! -e $unit ] || break
+    variables=$(read_unit Environment)
+    for file in $(read_unit EnvironmentFile); do
+        variables="$variables $(cat ${{file#-}})"
     done
-    config=$(sed -n 's|^LoadCredential=waker.env:||p' $unit)
-    launch $(sed -n "s|%d/waker.env|$config|; s|^ExecStart=||p" $unit)
+    mkdir -p /run/credentials/$name.service
+    for credential in $(read_unit LoadCredential); do
+        cp ${{credential#*:}} /run/credentials/$name.service/${{credential%%:*}}
+    done
+    eval "launch env" $variables "$(read_unit ExecStart | tail -n 1)"
     ;;
 esac
 """
 JOURNALCTL = """
-for argument; do
-    case $argument in --unit=*) cat /run/${argument#--unit=}.log ;; esac
-done
+while [ $1 != -u ]; do shift; done
+cat /run/$2.log
 """
 # `enable` and `disable` are as in OpenWrt's rc.common.
 RC_COMMON = f"""

@@ -54,14 +54,41 @@ INSTALLED = [
     "/usr/local/lib/systemd/system/waker.service 644 0 0",
 ]
 SETTINGS = {"WAKER_PIN": PIN, "WAKER_HOMELAB_MAC": MAC, "WAKER_HOMELAB_HOST": ROUTER}
-SECOND = """
-cp -a /etc/waker /etc/waker2
+# Other ways to run waker: for a second server, by a template, and by Python. All three
+# have settings in other places.
+OTHERS = """
+for n in 2 -b -loop; do cp -a /etc/waker /etc/waker$n; done
 echo WAKER_LISTEN=[::]:8081 >>/etc/waker2/waker.env
+echo WAKER_LISTEN=[::]:8082 >>/etc/waker-b/waker.env
+echo WAKER_LISTEN=203.0.113.9:8083 >>/etc/waker-loop/waker.env
 cd /etc/systemd/system
 unit=/usr/local/lib/systemd/system/waker.service
 sed s,/etc/waker/,/etc/waker2/, $unit >waker2.service
+sed s,/etc/waker/,/etc/waker-%i/, $unit >waker@.service
+mkdir waker.service.d
+printf '[Service]\nEnvironment=A=1 WAKER_HOMELAB_NAME=box\n' >waker.service.d/own.conf
+cp /etc/waker/waker.env /etc/default/wk
+cat >wk.service <<END
+[Service]
+DynamicUser=yes
+Environment=WAKER_LISTEN=127.0.0.1:8084
+EnvironmentFile=-/etc/default/w*
+ExecStart="/usr/bin/python3" /usr/local//bin/waker
+END
 systemctl daemon-reload
+systemctl start waker2 waker@b waker@loop wk
 """
+RUNNING = "waker waker2 waker@b wk"
+# A mistake in the settings of each service, where they are.
+MISTAKES = {
+    "waker": (
+        "/etc/systemd/system/waker.service.d/own.conf",
+        'Environment="WAKER_SSH_USER=a b"',
+    ),
+    "waker2": ("/etc/waker2/waker.env", "WAKER_SSH_USER=a b"),
+    "waker@b": ("/etc/waker-b/waker.env", "WAKER_SSH_USER=a b"),
+    "wk": ("/etc/default/wk", "WAKER_SSH_USER=a b"),
+}
 IS_COMPILED = """
 import importlib.util, zipfile
 code = zipfile.ZipFile("/usr/local/bin/waker").read("waker.pyc")
@@ -240,11 +267,9 @@ def test_messages_about_the_server_arrive_on_a_phone(
         phone.status = 500
         failed = box.computer.ssh(install, url)
         assert (failed.returncode, phone.messages) == (1, [])
-        assert b"sudo journalctl -u waker-notify\n" in failed.stderr
-        lines = box.run(f"journalctl --sync; {log} --output=cat").splitlines()
-        assert lines[0] == "curl: (22) The requested URL returned error: 500"
-        assert not any(line.startswith(("Starting", "Finished")) for line in lines)
-        assert box.computer.ssh("systemctl is-active waker-notify.timer").returncode
+        assert b"curl: (22) The requested URL returned error: 500\n" in failed.stderr
+        assert b"Nothing was changed: the message could not be sent." in failed.stderr
+        assert box.run("find / -xdev -name '*notify*' -path '*waker*'") == ""
 
         # Then each message is sent once, by the timer, and without a line in the log.
         phone.status = 200
@@ -277,34 +302,59 @@ def test_messages_about_the_server_arrive_on_a_phone(
         assert left == "/etc/waker\n/etc/waker/waker.env\n"
 
 
-def test_an_upgrade_keeps_everything_and_restarts_a_second_service(
+def test_an_upgrade_keeps_everything_and_restarts_every_service(
     box: Box, tmp_path: Path
 ) -> None:
-    """And uninstalling waits for the second one."""
+    """Or it changes nothing. Uninstalling waits for the others."""
     make(tmp_path / "checkout", "install", "DESTDIR=stage")  # where 3.1 was, uncompiled
     box.send(tmp_path / "checkout/stage", "/")
     box.run("mkdir -m 700 /etc/waker")
     box.settle(SETTINGS)
     box.write("/etc/waker/ssh_key", "a key")
-    box.run(SECOND)
-    box.run("systemctl enable --now waker; systemctl start waker2")
+    box.run(f"{OTHERS} systemctl enable --now waker")
     state = "sha256sum /etc/waker*/*; systemctl is-enabled waker"
-    pids = "systemctl show waker waker2 --value -p MainPID"
-    before, old = box.run(state), {*box.run(pids).split()}
+    program = "sha256sum /usr/local/bin/waker"
+    pids = f"systemctl show {RUNNING} --value -p MainPID"
+    before, old, packed = box.run(state), box.run(pids), box.run(program)
+    for name, (place, mistake) in MISTAKES.items():
+        box.run(f"cp {place} /root/right; cat >>{place}", f"{mistake}\n".encode())
+        refused = box.computer.ssh(INSTALL)
+        assert refused.returncode == 78, refused
+        shown = refused.stderr.decode()
+        assert re.search(rf"Nothing was changed: {name}\b.*:\nWAKER_SSH_USER", shown)
+        box.run(f"cat /root/right >{place}; systemctl daemon-reload")
+        assert (box.run(pids), box.run(program)) == (old, packed)
+    # Its settings are right, but it cannot serve its page.
+    failed = box.computer.ssh(INSTALL)
+    assert failed.returncode == 1
+    assert b"waker@loop does not answer. Its log ends with:" in failed.stdout
+    box.run("systemctl stop waker@loop")
     shown = box.run(INSTALL)
-    assert "waker answers on port 8080." in shown
-    assert "waker2 answers on port 8081." in shown
+    for name, port in zip(RUNNING.split(), (8080, 8081, 8082, 8084), strict=True):
+        assert f"{name} answers on port {port}." in shown
     assert box.run(state) == before
-    assert not old & {*box.run(pids).split()}
+    assert not {*old.split()} & {*box.run(pids).split()}
     assert box.run(f"python3 -c '{IS_COMPILED}'") == "True\n"
 
     refused = box.computer.ssh("waker uninstall --yes")
-    assert b"sudo systemctl disable --now waker2\n" in refused.stderr
-    box.run("systemctl disable --now waker2; waker uninstall --yes")
+    (line,) = refused.stderr.splitlines()
+    assert {*line.partition(b"runs waker: ")[2].split(b", ")} == {
+        b"waker2",
+        b"waker@b",
+        b"wk",
+    }
+    box.run("systemctl disable --now waker2 waker@b wk")
+    by_hand = "systemd-run --quiet --unit=by-hand /bin/sh -c"
+    box.run(f"{by_hand} 'waker --env-file /etc/waker2/waker.env & wait'")
+    box.wait("ss -lnt | grep :8081")
+    refused = box.computer.ssh("waker uninstall --yes")
+    assert re.search(b"runs waker: process [0-9]+$", refused.stderr)
+    box.run("systemctl stop by-hand; waker uninstall --yes")
     assert box.computer.ssh("ss -lnt | grep :808").returncode == 1
     assert box.run("sha256sum /etc/waker*/*") == before.removesuffix("enabled\n")
     left = box.run("find /etc/systemd /usr/local -name '*waker*'")
-    assert left == "/etc/systemd/system/waker2.service\n"
+    owners = "waker.service.d", "waker2.service", "waker@.service"
+    assert {*left.split()} == {f"/etc/systemd/system/{name}" for name in owners}
 
 
 # In place of ssh: a server that has been prepared.
@@ -370,7 +420,7 @@ def test_the_file_installs_itself_on_a_debian_that_is_not_running(
     for package in BOX.split():
         assert f"\n    install {package} with apt\n" in shown
     assert "Nothing was started, because systemd is not running here." in shown
-    assert shown.endswith("without sudo:\n\n    waker prepare me@192.168.1.20\n")
+    assert "Next, prepare the server:\n\n    waker prepare me@192.168.1.20\n" in shown
     names = "/etc/waker /usr/local/bin /usr/local/lib/systemd"
     listed = run_in(tree, "find", *names.split(), "-printf", "%p %m %U %G\n")
     assert sorted(listed.splitlines()) == INSTALLED

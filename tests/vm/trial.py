@@ -17,7 +17,7 @@ from test_prepare import Terminal
 
 import waker
 
-CONFIG = "card"
+CONFIG = "settings"
 # What `waker prepare` asks, and the answers.
 KNOWN = "(yes/no/[fingerprint])?", "yes"
 LOGIN = f"me@{ADDRESS}'s password:", PASSWORD
