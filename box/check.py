@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 import waker
+from box.system import find_user_problem, read_page
 from waker import Config, ConfigError, PortState, UnlockError
 
 OK: Final = "ok"
@@ -27,6 +28,7 @@ WRONG: Final = "WRONG"
 HINT: Final = "-"  # harmless, or unknown for now
 LOOK: Final = "LOOK"  # right in some homes, but only the owner knows
 CHECK_SECONDS: Final = 20  # for key exchange and login: slow boxes take two to four
+ANSWER_SECONDS: Final = 3  # for a page that this box serves
 SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
 IFF_BROADCAST: Final = 0x2  # linux/if.h
 IFF_LOOPBACK: Final = 0x8
@@ -132,6 +134,18 @@ def check_packet(config: Config) -> tuple[str, str]:
     return (f"{route}; {problem}" if problem else route), verdict
 
 
+def judge_listener(config: Config) -> tuple[str, str]:
+    """Return what answers on an occupied web port, and a verdict."""
+    port = config.listen[1]
+    page = read_page(config.listen, ANSWER_SECONDS)
+    if b">waker</title>" in page:  # of any version
+        return f"waker's page is on {port}", OK
+    fix = "Stop what uses it, or choose another port in WAKER_LISTEN"
+    if not page:  # waker may be starting
+        return f"{port} is in use, but waker's page is not there. {fix}", LOOK
+    return f"another program answers on {port}. {fix}", WRONG
+
+
 def check_box(config: Config, file: Path | None) -> Iterator[Finding]:
     """Check settings, web port and magic packet."""
     if file and file.stat().st_mode & 0o007:
@@ -147,8 +161,10 @@ def check_box(config: Config, file: Path | None) -> Iterator[Finding]:
     except OSError as error:
         finding = f"WAKER_LISTEN: {error.strerror}", WRONG
         if error.errno == errno.EADDRINUSE:
-            finding = f"{config.listen[1]} is in use, perhaps by waker itself", HINT
+            finding = judge_listener(config)
     yield "web port", *finding
+    if problem := find_user_problem():
+        yield "user", problem, WRONG
     yield "magic packet", *check_packet(config)
 
 
@@ -180,13 +196,14 @@ def check_ports_and_mac(config: Config) -> Iterator[Finding]:
         hint = f"{config.host} has {found[1]} according to ARP, not {mac}. If the"
         hint += " server is off, another device has its address: give each its own. If"
         hint += " it is on, take the MAC of the card that wakes it from `ip link` there"
+        hint += " (or ignore this, if a Wi-Fi repeater answers for the server)"
         yield "MAC address", hint, LOOK if is_answered else HINT
 
 
 def check_unlocking(config: Config) -> Iterator[Finding]:
     """Check what an unlock needs, and the login if the initrd is up."""
     try:
-        import paramiko
+        import paramiko  # noqa: PLC0415 - it may be missing
 
         yield "paramiko", paramiko.__version__, OK
     except (ImportError, AttributeError) as error:
@@ -233,7 +250,10 @@ def check(config: Config, file: Path | None) -> int:
     status = 0
     findings = check_box(config, file), check_ports_and_mac(config)
     for subject, text, verdict in chain(*findings, check_unlocking(config)):
-        print(waker.printable(f"{verdict:7}{subject:15}{text}"), flush=True)
+        try:
+            print(waker.printable(f"{verdict:7}{subject:15}{text}"), flush=True)
+        except OSError as error:
+            sys.exit(f"standard output: {error.strerror}")
         status |= verdict == WRONG
     return status
 

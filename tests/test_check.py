@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from conftest import BOX, CHECKOUT, MACHINE, PIN, need, run_waker
+from conftest import BOX, CHECKOUT, MACHINE, PIN, need, need_root, run_waker
 from homelab import Settings, public_line
 from machine import Machine
 from namespaces import IFF_TUN, Home, Namespace, ip, udp_packets
 from ssh_servers import HOST_KEY, free_port, says, settings_at, unlock
 
 OWN = {"PIN": PIN, "LISTEN": "127.0.0.1:0"}
+PAGE = CHECKOUT.joinpath("ui.html").read_bytes()
 BASE = MACHINE | {f"WAKER_{name}": value for name, value in OWN.items()}
 OTHER_KEY = public_line(HOST_KEY)  # which no initrd has
 
@@ -53,9 +54,11 @@ SEEN = {  # with these settings; a row that ends the table is followed by no log
     "not all is right": (
         "PIN=24681012 LISTEN=127.0.0.1:INITRD SSH_USER=nobody",
         "- +PIN +digits",
-        "- +web port .*in use",
+        "WRONG +web port .*another program .* choose another port in WAKER_LISTEN",
         "WRONG +login .*SHA256:.*nobody",
     ),
+    "waker runs": ("LISTEN=127.0.0.1:PAGE", "ok +web port +waker's page is on [0-9]+"),
+    "busy": ("LISTEN=127.0.0.1:MUTE", "LOOK +web port +[0-9]+ is in use, but waker"),
     "one is wrong": ("LISTEN=203.0.113.9:8080", "WRONG +web port", "ok +login"),
     "swapped ports": (
         "INITRD_SSH_PORT=CLOSED SYSTEM_SSH_PORT=INITRD",
@@ -88,9 +91,10 @@ def test_the_table_shows_what_was_seen(machine: Machine, row: tuple[str, ...]) -
     machine.ask()
     changes, *expected = row
     settings = OWN | dict(change.split("=") for change in changes.split())
-    with says(b"SSH-2.0-\x1b[31mred\x07\xc2\x9b\r\n") as red, says(b"") as mute:
+    odd = b"SSH-2.0-\x1b[31mred\x07\xc2\x9b\r\n"
+    with says(odd) as red, says(b"") as mute, says(PAGE) as page:
         ports = {"INITRD": machine.initrd_port, "CLOSED": machine.system_port}
-        ports |= {"RED": red, "MUTE": mute}
+        ports |= {"RED": red, "MUTE": mute, "PAGE": page}
         for name, value in (ports | {"OTHER": OTHER_KEY}).items():
             settings = {n: v.replace(name, str(value)) for n, v in settings.items()}
         table = run(machine.settings(**settings))
@@ -113,6 +117,31 @@ def test_files_that_cannot_be_used_are_wrong(tmp_path: Path) -> None:
         table = run({}, "--env-file", str(file))
         assert re.search(f"(?m)^{seen}", table)
         assert re.search(f"(?m)^WRONG +SSH key .*{key} has a passphrase", table)
+
+
+def test_a_full_disk_is_named_without_a_traceback() -> None:
+    by = "sh", "-c", '"$@" >/dev/full', "sh"
+    ended = run_waker("check", settings=BASE, by=by, program=BOX)
+    assert ended.stderr == "standard output: No space left on device\n"
+    assert ended.returncode == 1
+
+
+def test_a_group_that_keeps_systemd_from_making_its_user_is_wrong() -> None:
+    """Unless there is a user as well."""
+    need_root()
+    script = """
+        mount -t tmpfs none /run; cp /etc/group /etc/passwd /run
+        echo waker:x:4000: >>/run/group
+        for name in group passwd; do mount --bind /run/$name /etc/$name; done
+        "$@"
+        echo waker:x:4000:4000::/: >>/run/passwd
+        "$@"
+    """
+    by = need("unshare"), "--mount", "sh", "-c", script, "sh"
+    need("systemctl")
+    ended = run_waker("check", settings=BASE, by=by, program=BOX)
+    (line,) = re.findall("(?m)^WRONG +user +(.*)", ended.stdout)
+    assert line.startswith("there is a group waker, but no user waker. Run: ")
 
 
 def test_whoever_reads_only_its_first_line_sees_no_traceback() -> None:

@@ -17,7 +17,9 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pyte
@@ -37,6 +39,7 @@ from conftest import (
 from homelab import new_key
 from ssh_servers import DEFAULT, free_port, process
 from stand_ins import calls, stub
+from test_notify import Receiver
 from test_pack import pack
 
 import waker
@@ -810,6 +813,18 @@ def test_a_port_that_is_set_in_a_drop_in_is_the_one_where_the_page_must_be(
     start = "argv[]=/usr/local/bin/waker --env-file /etc/waker/waker.env"
     home.write("shown", f"Id=waker.service\nExecStart={start} ;\nEnvironment={other}\n")
     assert home.prepare().endswith(f"phone at http://127.0.0.1:{port}/.\n")
+
+
+def test_another_program_on_the_port_is_named(home: Home) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", home.page), Receiver) as other:
+        threading.Thread(target=other.serve_forever, args=(0.05,)).start()
+        shown = home.prepare(fails=True)
+        other.shutdown()
+    assert f"WRONG  web port       another program answers on {home.page}." in shown
+    assert "or choose another port in WAKER_LISTEN" in shown
+    log = "WAKER_LISTEN: Address already in use"
+    assert f"waker does not answer. Its log ends with:\n\n{log}" in shown
+    assert "from your phone" not in shown
 
 
 def test_a_folder_for_a_router_gets_a_key_and_the_settings(
