@@ -50,6 +50,7 @@ class Phone(ThreadingHTTPServer):
         self.url = f"http://{address}:{self.server_port}{self.topic}"
         self.status = 200
         self.paths: list[str] = []
+        self.tokens: list[str] = []
         self.messages: list[str] = []  # that it has accepted
         self.processes = b""  # their arguments and environments, when one arrived
 
@@ -73,6 +74,7 @@ class Receiver(BaseHTTPRequestHandler):
                 with contextlib.suppress(OSError):  # it has ended, or is another user's
                     self.server.processes += path.read_bytes()
         self.server.paths.append(self.path)
+        self.server.tokens.append(self.headers.get("Authorization", ""))
         if self.server.status == 200:
             self.server.messages.append(message)
         self.send_response(self.server.status)
@@ -91,11 +93,18 @@ def phone() -> Iterator[Phone]:
         yield phone
 
 
-# systemctl, without a systemd: it prints what it is asked, and starts the service.
+# systemctl, without a systemd: it prints what it is asked, and starts the service, as a
+# user that exists only meanwhile.
 SYSTEMCTL = """\
 echo "systemctl $*"
 [ "$*" = "start waker-notify.service" ] || exit 0
-mkdir -p $STATE_DIRECTORY
+[ ! -e /run/fails ] || exit 1
+mkdir -p /var/lib/private
+[ -L /var/lib/waker-notify ] || {
+    mv /var/lib/waker-notify /var/lib/private
+    ln -s private/waker-notify /var/lib
+}
+export STATE_DIRECTORY=/var/lib/private/waker-notify
 unit=/usr/local/lib/systemd/system/waker-notify.service
 exec $(sed -n 's|%d|/etc/waker|g; s/^ExecStart=//p' $unit)
 """
@@ -110,10 +119,11 @@ class Box:
         self.settings = folder / "etc/waker/waker.env"
         self.url = self.settings.with_name("notify_url")
         folders = "bin", "etc/waker", "etc/systemd/system", "run/systemd/system"
-        for name in (*folders, "usr/local", "var/lib"):
+        for name in (*folders, "usr/local/bin", "var/lib"):
             folder.joinpath(name).mkdir(parents=True)
         waker = f'cd {CHECKOUT} && exec {sys.executable} -m waker "$@"\n'
-        stub(folder / "bin/waker", waker)
+        for place in ("bin", "usr/local/bin"):
+            stub(folder / place / "waker", waker)
         stub(folder / "bin/systemctl", SYSTEMCTL)
         self.show("off")
 
@@ -169,13 +179,13 @@ class Box:
         ended = self.notify("install", given, first)
         assert ended.returncode
         assert words in ended.stderr
-        assert "systemctl enable" not in ended.stdout
+        assert "systemctl" not in ended.stdout
         assert self.phone.topic not in ended.stdout + ended.stderr
         assert self.phone.messages == []
 
     def installed(self) -> dict[str, int]:
         """Return the modes of the files that an installation makes."""
-        files = "usr/local/**/waker-notify*", "etc/waker/*notify*"
+        files = "usr/local/**/*waker-notify*", "etc/waker/*notify*"
         found = [path for pattern in files for path in self.folder.glob(pattern)]
         return {path.name: path.stat().st_mode & 0o777 for path in found}
 
@@ -266,9 +276,9 @@ STOPPED = """\
 systemctl disable --quiet --now waker-notify.timer
 systemctl stop waker-notify.service
 """
+SENDING = "Sending a message to your phone.\n"
 STARTED = """\
 systemctl daemon-reload
-Sending a message to your phone.
 systemctl start waker-notify.service
 systemctl enable --quiet --now waker-notify.timer
 """
@@ -289,16 +299,19 @@ def test_install_asks_on_a_terminal_and_uninstall_removes_everything(
     assert phone.messages == [hello("off")] * 3
     assert phone.paths == [phone.topic, f"{phone.topic}/new", f"{phone.topic}/new"]
     assert re.search(r"https://ntfy\.sh/(?!0+\b)[0-9a-f]{16}\b", first)
-    assert f":\n{STARTED}" in first
+    assert f":\n{SENDING}{STARTED}" in first
     assert phone.topic not in first + second
     assert "just Enter to keep the one you have" in second
-    assert f":\n{STOPPED}{STARTED}" in second
+    assert f":\n{SENDING}{STOPPED}{STARTED}" in second
+    assert box.state.joinpath("last").read_text() == "off\n"
     units = {"waker-notify.service": 0o644, "waker-notify.timer": 0o644}
     files = {"notify_url": 0o600, "waker-notify": 0o755} | units
     assert box.installed() == files
 
-    assert box.notify("uninstall").stdout.startswith(STOPPED)
+    shown = box.notify("uninstall").stdout
+    assert shown.startswith(f"{STOPPED}systemctl daemon-reload\n")
     assert box.installed() == {}
+    assert [*box.folder.glob("var/lib/**/*waker*")] == []
     assert "not installed" in box.notify("uninstall").stderr
     # One that was killed has left the timer: a service that has gone cannot be stopped.
     (box.folder / "usr/local/lib/systemd/system/waker-notify.timer").touch()
@@ -310,26 +323,61 @@ def test_install_asks_on_a_terminal_and_uninstall_removes_everything(
     assert not box.state.exists()
 
 
-def test_install_fails_if_the_first_message_cannot_be_sent(box: Box) -> None:
-    """But it keeps the address, as it is."""
+def test_if_the_first_message_cannot_be_sent_nothing_is_changed(box: Box) -> None:
+    """Neither on a new box, nor where messages arrive."""
+    topic = box.phone.topic
     urls = {
-        f"http://[::1]:{free_port()}{box.phone.topic}": "off",
-        f"http://me:x@127.0.0.1:{free_port()}{box.phone.topic}/b?c=$d#e": "off",
+        f"http://[::1]:{free_port()}{topic}": "off",
+        f"http://me:x@127.0.0.1:{free_port()}{topic}/b?c=$d#e": "off",
         box.phone.url: "unknown",
     }
     for url, state in urls.items():
         box.show(state)
         box.refuse("could not be sent", url)
-        assert box.url.read_text() == f"{url}\n"
+        assert box.installed() == {}
+    box.show("up")
+    assert box.notify("install", box.phone.url).returncode == 0
+    before = box.installed()
+    for url, state in urls.items():
+        box.show(state)
+        box.phone.messages.clear()
+        box.refuse("could not be sent", url)
+        assert box.installed() == before
+        assert box.url.read_text() == f"{box.phone.url}\n"
+        assert box.state.joinpath("last").read_text() == "up\n"
+    assert [*box.folder.glob("run/tmp*")] == []
 
 
-OLD = "/etc/systemd/system/waker-notify"
+def test_a_service_that_cannot_run_is_not_started_every_minute(box: Box) -> None:
+    ended = box.notify("install", box.phone.url, "touch /run/fails")
+    assert "the message was sent, but the service cannot run" in ended.stderr
+    assert "systemctl enable" not in ended.stdout
+
+
+def test_a_user_of_the_owners_may_run_the_service(box: Box) -> None:
+    """With DynamicUser=no, its state is no link."""
+    public = box.folder / "var/lib/waker-notify"
+    for _ in range(2):
+        assert box.notify("install", box.phone.url).returncode == 0
+        public.unlink()
+        box.state.rename(public)
+    assert box.phone.messages == [hello("off")] * 2
+    assert box.notify("uninstall").returncode == 0
+    assert [*box.folder.glob("var/lib/**/*waker*")] == []
+
+
+def test_an_access_token_is_part_of_the_address(box: Box, phone: Phone) -> None:
+    """ntfy takes a password without a user's name for a token."""
+    url = phone.url.replace("//", "//:tk_1@")
+    assert box.notify("install", url).returncode == 0
+    assert phone.tokens == ["Basic OnRrXzE="]
+
+
 REMEDIES = {
-    "no waker": ("rm $HOME/bin/waker", "sudo python3 waker install"),
+    "no waker": ("rm /usr/local/bin/waker", "sudo python3 waker install"),
     "no settings": ("rm /etc/waker/waker.env", "sudo python3 waker install"),
     "no systemd": ("rmdir /run/systemd/system", "a box with systemd"),
-    "old service": (f"touch {OLD}.service", f"sudo rm -f {OLD}.service {OLD}.timer"),
-    "old timer": (f"ln -s /x {OLD}.timer", "disable --now waker-notify.timer"),
+    "no input": ("exec <&-", "from standard input"),
 }
 
 
@@ -342,7 +390,13 @@ def test_install_names_what_is_missing_and_changes_nothing(
 
 
 def test_install_refuses_what_is_not_an_address_and_changes_nothing(box: Box) -> None:
-    starts = "ntfy.sh/x", "ftp://ntfy.sh/x", "https:///x", "https://:80/x"
+    starts = (
+        "ntfy.sh/x",
+        "ftp://ntfy.sh/x",
+        "https:///x",
+        "https://:80/x",
+        "https://@/x",
+    )
     no_topics = "https://ntfy.sh/", "https://ntfy.sh?x/y", "https://ntfy.sh#x/y"
     signs = (f"https://ntfy.sh/a{sign}b" for sign in " \\\"'ä")
     for url in ("", *starts, *no_topics, *signs):

@@ -1,15 +1,15 @@
 """Set up messages to a phone: `waker install notify`, `waker uninstall notify`.
 
-The topic's address is a secret, and sudo logs arguments. So it is read from the
-terminal, or from standard input.
+The topic's address is a secret, and sudo logs arguments. So it is read from standard
+input.
 """
 
-import os
 import re
 import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -18,9 +18,12 @@ from box.files import new_name, read_sources, write_new
 from box.system import (
     CONFIG,
     ENV_FILE,
+    SUDO,
     SYSTEMD,
+    check_memory,
     find_system,
     is_booted,
+    reload_units,
     run,
 )
 
@@ -29,17 +32,14 @@ SERVICE: Final = "waker-notify.service"
 PROGRAM: Final = Path("/usr/local/bin/waker-notify")
 UNITS: Final = SYSTEMD.service_file.parent
 URL_FILE: Final = CONFIG / "notify_url"
-# Where systemd puts the state of a service with DynamicUser=yes, and a link to it.
-STATE: Final = Path("/var/lib/private/waker-notify")
-STATE_LINK: Final = Path("/var/lib/waker-notify")
-OWN_UNITS: Final = Path("/etc/systemd/system")  # which hide ours
-IN_THE_WAY: Final = OWN_UNITS / SERVICE, OWN_UNITS / TIMER  # of waker 3.0
-VISIBLE: Final = r"[!#-&(-\[\]-~]+"  # ASCII, but no quotes and no backslash
-TOPIC: Final = r"https?://[^/:?#][^?#]*/[^?#]+([?#].*)?"  # not only a host's name
+STATE: Final = Path("/var/lib/waker-notify")  # with DynamicUser=yes, it is a link
+VISIBLE: Final = r"[!#-&(-\[\]-~]+"  # ASCII, without quotes and backslashes
+# With a path. Before the host, there may be a user and a password, or :TOKEN.
+TOPIC: Final = r"https?://(:[^/?#@]+@)?[^/:?#@][^?#]*/[^?#]+([?#].*)?"
 
 
 def find_files() -> list[Path]:
-    """Return what is here of an installation, even of one that was interrupted."""
+    """Return the files of an installation, even of one that was interrupted."""
     files = URL_FILE, PROGRAM, UNITS / SERVICE, UNITS / TIMER
     return [path for file in files for path in (new_name(file), file) if path.exists()]
 
@@ -49,20 +49,17 @@ def check_place() -> None:
     if find_system() is not SYSTEMD or not is_booted(SYSTEMD):
         raise Refused("messages need a box with systemd.")
     if not shutil.which("curl"):
-        raise Refused("curl is missing. First run: sudo apt install curl")
-    if not shutil.which("waker") or not ENV_FILE.exists():
-        raise Refused("waker is not installed. First run: sudo python3 waker install")
-    for unit in IN_THE_WAY:
-        if os.path.lexists(unit):
-            raise Refused(
-                f"{unit} is in the way. You may have it from waker 3.0. First run:\n"
-                f"    sudo systemctl disable --now {TIMER}\n"
-                f"    sudo rm -f {' '.join(map(str, IN_THE_WAY))}"
-            )
+        raise Refused(f"curl is missing. First run: {SUDO}apt install curl")
+    if not SYSTEMD.program.exists() or not ENV_FILE.exists():
+        install = f"{SUDO}python3 waker install"
+        raise Refused(f"waker is not installed. First run: {install}")
+    check_memory()
 
 
 def ask_for_url() -> str:
     """Return the topic's address. Raises: Refused."""
+    if not sys.stdin:
+        raise Refused("your topic's address is read from standard input.")
     is_known = URL_FILE.exists()
     if sys.stdin.isatty() and is_known:
         print("Your topic's address, or just Enter to keep the one you have:")
@@ -81,6 +78,29 @@ def ask_for_url() -> str:
     return url
 
 
+def send_first(url: str) -> str:
+    """Send a message as the service will, and return the state that it records.
+
+    Raises: Refused.
+    """
+    print("Sending a message to your phone.", flush=True)
+    script = read_sources()["box/notify/notify"].decode()
+    with tempfile.TemporaryDirectory(dir="/run") as name:
+        url_file, last = Path(name, "url"), Path(name, "last")
+        url_file.write_text(f"{url}\n")  # in a folder that only root can enter
+        command = ["sh", "-c", script, PROGRAM.name, str(ENV_FILE), str(url_file)]
+        path = f"{SYSTEMD.program.parent}:/usr/bin:/bin"
+        own = {"PATH": path, "STATE_DIRECTORY": name}
+        failed = subprocess.run(command, env=own, check=False).returncode
+        # If waker cannot check the server, it sends nothing, and records nothing.
+        if not failed and last.exists():
+            return last.read_text()
+    raise Refused(
+        "the message could not be sent. If no reason is shown above, waker could not"
+        f" check the server. Run: {SUDO}waker state"
+    )
+
+
 def stop() -> None:
     """Let no check run, and no other begin. Raises: Failed, OSError."""
     now = ["--now"] if is_booted(SYSTEMD) else []
@@ -90,10 +110,18 @@ def stop() -> None:
         run(["systemctl", "stop", SERVICE])
 
 
+def forget_state() -> Path:
+    """Remove the folder of what the service has recorded; returns its path."""
+    folder = STATE.resolve()
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
 def install() -> None:
     """Send messages from now on. Raises: Refused, Failed, OSError."""
     check_place()
     url = ask_for_url()
+    state = send_first(url)
     stop()  # no check may run with old and new files mixed
     sources = read_sources()
     for folder in (PROGRAM.parent, UNITS):
@@ -103,22 +131,19 @@ def install() -> None:
     for name in (SERVICE, TIMER):
         unit = UNITS / name
         write_new(unit, sources[f"box/notify/{name}"], 0o644).replace(unit)
-    run(["systemctl", "daemon-reload"])
-    # Without a recorded state, the service always sends a message. If waker cannot
-    # check the server, the service succeeds without one, but records nothing.
-    shutil.rmtree(STATE, ignore_errors=True)
-    print("Sending a message to your phone.", flush=True)
+    reload_units(SYSTEMD)
+    folder = forget_state()
+    folder.mkdir()
+    # So that the service does not send it again. systemd gives it to that one's user.
+    folder.joinpath("last").write_text(state)
     start = ["systemctl", "start", SERVICE]
-    has_failed = subprocess.run(start, check=False).returncode
-    if has_failed or not STATE.joinpath("last").exists():
+    if subprocess.run(start, check=False).returncode:
         raise Failed(
-            "the message could not be sent, so messages stay off. To see why, run:\n"
-            "    sudo journalctl -u waker-notify\n"
-            "    sudo waker state\n"
-            "Then run this again."
+            "the message was sent, but the service cannot run, so messages are off. To"
+            f" see why, run: {SUDO}journalctl -u waker-notify"
         )
     run(["systemctl", "enable", "--quiet", "--now", TIMER])
-    print("It was sent. From now on, waker checks the server every minute.")
+    print("The message was sent. From now on, waker checks the server every minute.")
 
 
 def uninstall() -> None:
@@ -126,10 +151,11 @@ def uninstall() -> None:
     files = find_files()
     if not files:
         raise Refused("the messages are not installed.")
-    stop()  # a check that begins now would make its state anew
-    shutil.rmtree(STATE, ignore_errors=True)
-    if STATE_LINK.is_symlink():
-        STATE_LINK.unlink()
+    stop()  # a check that begins now would record its state again
+    forget_state()
+    if STATE.is_symlink():
+        STATE.unlink()
     for file in files:
         file.unlink(missing_ok=True)
+    reload_units(SYSTEMD)
     print("waker no longer sends messages to your phone. It has forgotten the address.")
