@@ -282,7 +282,7 @@ REFUSALS = {
     ),
     "folder": (f"mkdir -p {UNIT}", f"{UNIT} is a folder. Move it away."),
     "masked": (
-        f"mkdir -p {UNIT}; rmdir {UNIT}; systemctl mask waker",
+        "systemctl mask waker",
         "waker.service is masked. First run: sudo systemctl unmask waker",
     ),
     "masked until the next boot": (
