@@ -11,11 +11,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import zipfile
 from collections.abc import Iterator
 from functools import partial
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import homelab
@@ -34,9 +32,8 @@ from conftest import (
     wait_for,
 )
 from machine import Machine
-from ssh_servers import free_port, ssh_to
+from ssh_servers import free_port, says, ssh_to
 from stand_ins import calls, stub
-from test_notify import Receiver
 from test_openwrt import BLOCKED
 from test_pack import COMPILE, pack, unpack
 from test_prepare import Terminal
@@ -549,11 +546,9 @@ def test_a_service_that_does_not_answer_shows_its_log(box: Box) -> None:
 
 def test_another_program_on_the_port_is_not_taken_for_waker(box: Box) -> None:
     run_old(box)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as other:
-        threading.Thread(target=other.serve_forever, args=(0.05,)).start()
-        settle(box, WAKER_LISTEN=f"127.0.0.1:{other.server_port}")
+    with says(b"HTTP/1.1 200 OK\r\n\r\nhello") as port:
+        settle(box, WAKER_LISTEN=f"127.0.0.1:{port}")
         status, shown = box.waker("install --yes")
-        other.shutdown()
     assert status == 1
     assert "waker does not answer." in shown
 

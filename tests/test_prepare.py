@@ -17,9 +17,7 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pyte
@@ -36,10 +34,9 @@ from conftest import (
     need_other_users,
     wait_for,
 )
-from homelab import new_key
+from homelab import new_key, tcp_server
 from ssh_servers import DEFAULT, free_port, process
 from stand_ins import calls, stub
-from test_notify import Receiver
 from test_pack import pack
 
 import waker
@@ -816,10 +813,9 @@ def test_a_port_that_is_set_in_a_drop_in_is_the_one_where_the_page_must_be(
 
 
 def test_another_program_on_the_port_is_named(home: Home) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", home.page), Receiver) as other:
-        threading.Thread(target=other.serve_forever, args=(0.05,)).start()
+    answer = b"HTTP/1.1 200 OK\r\n\r\nhello"
+    with tcp_server(lambda tcp: tcp.sendall(answer), port=home.page):
         shown = home.prepare(fails=True)
-        other.shutdown()
     assert f"WRONG  web port       another program answers on {home.page}." in shown
     assert "or choose another port in WAKER_LISTEN" in shown
     log = "WAKER_LISTEN: Address already in use"
