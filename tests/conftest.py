@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -426,6 +427,16 @@ def daemon(
         process.kill()  # even if it takes no signal any more
         process.wait()
         raise
+
+
+@pytest.fixture
+def disk_path() -> Iterator[Path]:
+    """A folder that is not in memory, where waker refuses to be set up.
+
+    On Debian 13, `tmp_path` is.
+    """
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
+        yield Path(name)
 
 
 @pytest.fixture

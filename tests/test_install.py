@@ -359,7 +359,7 @@ def test_a_system_whose_changes_are_in_memory_is_refused(box: Box) -> None:
     box.run(
         "cd /run; mkdir upper work root; layers=upperdir=/run/upper,workdir=/run/work\n"
         "mount -t overlay none root -o lowerdir=/,$layers\n"
-        "for place in proc run usr; do mount --rbind /$place root/$place; done"
+        "for place in proc run tmp usr; do mount --rbind /$place root/$place; done"
     )
     command = "chroot", "/run/root", PYTHON, str(box.program), "install", "--yes"
     status, shown = box.call(*command)

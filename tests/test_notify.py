@@ -191,9 +191,9 @@ class Box:
 
 
 @pytest.fixture
-def box(machine: Machine, phone: Phone, tmp_path: Path) -> Box:
+def box(machine: Machine, phone: Phone, disk_path: Path) -> Box:
     need("curl")
-    return Box(tmp_path, machine, phone)
+    return Box(disk_path, machine, phone)
 
 
 # ---- What is sent, and when ----------------------------------------------------------
@@ -376,6 +376,10 @@ def test_an_access_token_is_part_of_the_address(box: Box, phone: Phone) -> None:
 REMEDIES = {
     "no waker": ("rm /usr/local/bin/waker", "sudo python3 waker install"),
     "no settings": ("rm /etc/waker/waker.env", "sudo python3 waker install"),
+    "in memory": (
+        "mount -t tmpfs none /etc/waker; touch /etc/waker/waker.env",
+        "/etc/waker is in memory",
+    ),
     "no systemd": ("rmdir /run/systemd/system", "a box with systemd"),
     "no input": ("exec <&-", "from standard input"),
 }

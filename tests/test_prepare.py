@@ -263,10 +263,10 @@ class Home:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
+def home(disk_path: Path) -> Iterator[Home]:
     need_other_users()
     need("sudo")
-    home, port = Home(tmp_path / "home"), free_port()
+    home, port = Home(disk_path / "home"), free_port()
     copy_checkout(home.folder / "checkout")
     home.folder.joinpath("me").mkdir()
     home.write("passwd", PASSWD.format(shell="/bin/sh"))
@@ -766,6 +766,10 @@ def test_what_would_fail_later_fails_at_once(home: Home) -> None:
     read_only = home.enter("mount", "-o", "remount,bind,ro", "/etc/waker")
     subprocess.run(read_only, check=True)
     fails("its folder is read-only", SERVER)
+    in_memory = home.enter("mount", "-t", "tmpfs", "none", "/etc/waker")
+    subprocess.run(in_memory, check=True)
+    fails("/etc/waker is in memory", SERVER)
+    subprocess.run(home.enter("umount", "/etc/waker"), check=True)
     typo = "--config", "/mnt/none/router"  # where root could make a folder
     fails("/mnt/none: Permission denied", SERVER, *typo)
     # What the box lacks.
