@@ -134,7 +134,7 @@ def install() -> None:
     reload_units(SYSTEMD)
     folder = forget_state()
     folder.mkdir()
-    # So that the service does not send it again. systemd gives it to that one's user.
+    # Or the service would send it again. systemd gives the file to the service's user.
     folder.joinpath("last").write_text(state)
     start = ["systemctl", "start", SERVICE]
     if subprocess.run(start, check=False).returncode:
