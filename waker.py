@@ -457,15 +457,21 @@ class WatchedPort:
     """A port as it was seen last, and as the status shows it."""
 
     def __init__(self) -> None:
-        self.seen = self.shown = PortState.UNKNOWN
-        self._seen_at = -math.inf  # monotonic seconds
+        self.seen = PortState.UNKNOWN
+        self.open_at = -math.inf  # when it was seen open, in monotonic seconds
+        self.fell_silent = False  # when it was probed last, and not before
 
     def update(self, seen: PortState, now: float) -> None:
-        """Take what was seen. An open port survives one silence: packets get lost."""
-        fell_silent = (self.seen, seen) == (PortState.OPEN, PortState.SILENT)
-        survives = fell_silent and now < self._seen_at + OPEN_SECONDS
-        self.shown = PortState.OPEN if survives else seen
-        self.seen, self._seen_at = seen, now
+        was_open = self.seen is PortState.OPEN
+        self.fell_silent = was_open and seen is PortState.SILENT
+        self.seen = seen
+        if seen is PortState.OPEN:
+            self.open_at = now
+
+    def shown(self, now: float) -> PortState:
+        """Return what the status shows. An open port survives one lost packet."""
+        survives = self.fell_silent and now < self.open_at + OPEN_SECONDS
+        return PortState.OPEN if survives else self.seen
 
 
 class Watcher:
@@ -473,54 +479,64 @@ class Watcher:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self._is_shared = config.initrd_port == config.system_port
         self._lock = threading.Lock()
         self._initrd, self._system = WatchedPort(), WatchedPort()
         self._due = -math.inf  # the next probe, in monotonic seconds
         self._system_due = -math.inf  # and the next of the system's port
         self._system_opens = deque([-math.inf] * MAX_ANSWERS, MAX_ANSWERS)
 
-    def seen(self, now: float, *, fresh: bool = False) -> PortStates:
-        """Return what the ports did when they were last probed or, if fresh, do now."""
+    @property
+    def system_open_at(self) -> float:
+        """When the system's port was last seen open, in monotonic seconds."""
+        return self._system.open_at
+
+    def probe(self, now: float, *, fresh: bool = False) -> PortStates:
+        """Probe both ports if fresh, or else those due; return what was seen last."""
         with self._lock:
             if fresh or now >= self._due:
-                self._probe(now, fresh=fresh)
+                self._probe_ports(now, fresh=fresh)
             return PortStates(self._initrd.seen, self._system.seen)
 
-    def shown(self, now: float) -> PortStates:
-        """Return what the status shows. Wait for one probe, but not for several."""
-        is_free = self._lock.acquire(timeout=2 * PROBE_SECONDS + 0.1)
+    def probe_for_status(self, now: float) -> PortStates:
+        """Return what the status shows, after one probe: its own or another's."""
+        is_first = self._lock.acquire(blocking=False)
+        is_free = is_first or self._lock.acquire(timeout=2 * PROBE_SECONDS + 0.1)
         try:
-            if is_free and now >= self._due:
-                self._probe(now, fresh=False)
-            return PortStates(self._initrd.shown, self._system.shown)
+            if is_first and now >= self._due:
+                self._probe_ports(now, fresh=False)
+            return PortStates(self._initrd.shown(now), self._system.shown(now))
         finally:
             if is_free:
                 self._lock.release()
 
-    def _probe(self, now: float, *, fresh: bool) -> None:
+    def _probe_ports(self, now: float, *, fresh: bool) -> None:
         """Probe the initrd's port and, if it is due, the system's."""
-        host, system_port = self.config.host, self.config.system_port
-        is_shared = system_port == self.config.initrd_port
-        if not is_shared:
-            before = self._initrd.shown
-            self._initrd.update(probe_port(host, self.config.initrd_port)[0], now)
-            if self._initrd.shown is not before:  # the system may be coming, or going
+        if not self._is_shared:
+            before = self._initrd.seen
+            state, _ = probe_port(self.config.host, self.config.initrd_port)
+            self._initrd.update(state, now)
+            if state is not before:  # the system may be coming, or going
                 self._system_due = now
+        is_limited = now < self._system_opens[0] + LIMIT_SECONDS
+        if fresh or (now >= self._system_due and not is_limited):
+            self._probe_system(now)
         self._due = now + 1
-        due = max(self._system_due, self._system_opens[0] + LIMIT_SECONDS)
-        if now < due and not fresh:
-            return
-        if is_shared:
-            initrd, system = probe_shared_port(host, system_port)
+
+    def _probe_system(self, now: float) -> None:
+        """Probe the system's port, which may also be the initrd's."""
+        host, port = self.config.host, self.config.system_port
+        if self._is_shared:
+            initrd, system = probe_shared_port(host, port)
             self._initrd.update(initrd, now)
         else:
-            system, _ = probe_port(host, system_port)
-        fell_silent = (self._system.seen, system) == (PortState.OPEN, PortState.SILENT)
+            system, _ = probe_port(host, port)
         self._system.update(system, now)
         if system is PortState.OPEN:
             self._system_opens.append(now)
-        is_awaited = is_shared and system is not PortState.OPEN
-        self._system_due = now + (1 if fell_silent or is_awaited else SYSTEM_SECONDS)
+        is_awaited = self._is_shared and system is not PortState.OPEN
+        is_urgent = self._system.fell_silent or is_awaited
+        self._system_due = now + (1 if is_urgent else SYSTEM_SECONDS)
 
 
 # ---- Unlocking -----------------------------------------------------------------------
@@ -1086,7 +1102,7 @@ class Start:
         while True:
             now = time.monotonic()
             is_first_or_last = packet_due == -math.inf or now > deadline
-            ports = self._watcher.seen(now, fresh=is_first_or_last)
+            ports = self._watcher.probe(now, fresh=is_first_or_last)
             if ports.system is PortState.OPEN:
                 return make_result(Outcome.UP)
             if ports.initrd is PortState.OPEN:
@@ -1123,7 +1139,7 @@ class Start:
             self._show(Phase.UNLOCKING, "The initrd was not ready; looking again")
             if self.cancelled.wait(RETRY_SECONDS):
                 return make_result(Outcome.CANCELLED)
-            ports = self._watcher.seen(time.monotonic(), fresh=True)
+            ports = self._watcher.probe(time.monotonic(), fresh=True)
             is_there = ports.initrd is PortState.OPEN
             if ports.system is PortState.OPEN or not (is_there or is_over):
                 return None
@@ -1137,7 +1153,7 @@ class Start:
         deadline = time.monotonic() + START_SECONDS
         while not self.cancelled.wait(1):  # second
             now = time.monotonic()
-            ports = self._watcher.seen(now, fresh=now > deadline)
+            ports = self._watcher.probe(now, fresh=now > deadline)
             if ports.system is PortState.OPEN:
                 self._show(
                     Phase.DONE, f"The system is up. {result.message}", Outcome.UP
@@ -1157,7 +1173,7 @@ class Start:
             while not result:  # the initrd has come up, or gone away again
                 result = self._wait_for_initrd(deadline) or self._unlock_when_ready()
             if result.outcome is Outcome.HOST_KEY_DIFFERS:  # the system has its own
-                ports = self._watcher.seen(time.monotonic(), fresh=True)
+                ports = self._watcher.probe(time.monotonic(), fresh=True)
                 if ports.system is PortState.OPEN:
                     result = make_result(Outcome.UP)
             self._finish_unlock(result)
@@ -1439,7 +1455,7 @@ def succeed(request: Request, message: str) -> Response:
 
 
 def status_members(app: App, now: float) -> dict[str, object]:
-    ports = app.watcher.shown(now)
+    ports = app.watcher.probe_for_status(now)
     start = app.starter.report(now, ports)
     return {"name": app.config.name, **ports.members(), **start}
 
@@ -1479,7 +1495,7 @@ def post_wol(app: App, request: Request) -> Response:
 def post_unlock(app: App, request: Request) -> Response:
     passphrase = parse_body(request, "passphrase", Passphrase)
     result = make_result(Outcome.UP)
-    if app.watcher.seen(request.now, fresh=True).system is not PortState.OPEN:
+    if app.watcher.probe(request.now, fresh=True).system is not PortState.OPEN:
         start = app.starter.begin(passphrase, waits=False)
         start.unlock_ended.wait()
         result = start.result
@@ -1886,7 +1902,7 @@ def run_command(parsed: argparse.Namespace, check: Check | None) -> int:
     values = (read_env_file(file) if file else {}) | ours
     if parsed.command == "state":
         config = read_config(values, folder, PORTS)
-        ports = Watcher(config).seen(time.monotonic(), fresh=True)
+        ports = Watcher(config).probe(time.monotonic(), fresh=True)
         print(json.dumps(ports.members()))
         return 0
     if parsed.command == "unlock":

@@ -214,7 +214,7 @@ def check_unlocking(config: Config) -> Iterator[Finding]:
         key = waker.load_key(config.key)
         yield subject, f"{key.get_name()} {waker.fingerprint(key.asbytes())}", OK
         subject = "host key"
-        ports = waker.Watcher(config).seen(time.monotonic(), fresh=True)
+        ports = waker.Watcher(config).probe(time.monotonic(), fresh=True)
         if ports.initrd is not PortState.OPEN or ports.system is PortState.OPEN:
             seen, verdict = "not seen", HINT
             if not config.host_key:

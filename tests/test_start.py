@@ -423,7 +423,7 @@ class Scripted(waker.Watcher):
     found: list[waker.PortStates]
     error: Any = None
 
-    def seen(self, now: float, *, fresh: bool = False) -> waker.PortStates:
+    def probe(self, now: float, *, fresh: bool = False) -> waker.PortStates:
         if self.error:
             raise self.error
         return self.found.pop(0)

@@ -225,12 +225,36 @@ def test_one_lost_packet_is_no_news(machine: Machine, looks: Looks) -> None:
     watcher = waker.Watcher(machine.config(machine.settings(PIN=PIN)))
     for now, initrd, system, state in looks:
         machine.show(initrd, system)
-        assert watcher.shown(now).members()["state"] == state
-        assert watcher.seen(now).initrd.value == initrd
+        assert watcher.probe_for_status(now).members()["state"] == state
+        assert watcher.probe(now).initrd.value == initrd
     for ports in ((OPEN, OPEN), (SILENT, SILENT)):
         machine.show(*ports)
-        states = watcher.seen(now, fresh=True)
+        states = watcher.probe(now, fresh=True)
         assert tuple(each.value for each in states) == ports
+
+
+LIMITED_LOOKS = {  # whether the power failed in between, and from when it is not "up"
+    "silent": (True, 13),
+    "not probed since": (False, 30),
+}
+
+
+@each("is_silent until", LIMITED_LOOKS)
+def test_no_limit_lets_a_silence_survive(
+    machine: Machine, is_silent: bool, until: int
+) -> None:
+    """After four decisions, the status may not probe the system's port for 30 s."""
+    watcher = waker.Watcher(machine.config(machine.settings(PIN=PIN)))
+    machine.show(CLOSED, OPEN)
+    for now in range(4):
+        watcher.probe(now, fresh=True)
+    if is_silent:
+        machine.show(SILENT, SILENT)
+        watcher.probe(4, fresh=True)
+    machine.show(OPEN, CLOSED)
+    looks = 5, until - 1, until
+    states = [watcher.probe_for_status(now).members()["state"] for now in looks]
+    assert states == ["up", "up", "locked"]
 
 
 def test_requests_that_come_during_a_probe_wait_for_it(machine: Machine) -> None:
@@ -238,27 +262,46 @@ def test_requests_that_come_during_a_probe_wait_for_it(machine: Machine) -> None
     machine.show(SILENT, CLOSED)  # which takes 0.4 s
     watcher = waker.Watcher(machine.config(machine.settings(PIN=PIN)))
     with ThreadPoolExecutor(5) as pool:
-        shown = {*pool.map(watcher.shown, [0] * 5)}
+        shown = {*pool.map(watcher.probe_for_status, [0] * 5)}
     assert [states.members()["state"] for states in shown] == ["booting"]
 
 
 class Busy(waker.Watcher):
     """Probes for as long as a test wants, as for one decision after the other."""
 
-    probes = threading.Event()
-    may_end = threading.Event()
+    def __init__(self) -> None:
+        super().__init__(waker.Config())
+        self.count = 0
+        self.begun, self.may_end = threading.Event(), threading.Event()
 
-    def _probe(self, now: float, *, fresh: bool) -> None:
-        self.probes.set()
+    def _probe_ports(self, now: float, *, fresh: bool) -> None:
+        self.count += 1
+        self.begun.set()
         self.may_end.wait(50)
 
 
+def test_a_status_that_waited_for_a_probe_makes_none() -> None:
+    """Both together could take 1.6 s."""
+
+    def count_probes() -> int:
+        watcher = Busy()
+        with ThreadPoolExecutor() as pool:
+            pool.submit(watcher.probe, 0, fresh=True)
+            watcher.begun.wait(50)
+            pool.submit(watcher.probe_for_status, 9)
+            time.sleep(0.2)  # until it waits; a busy computer needs a second attempt
+            watcher.may_end.set()
+        return watcher.count
+
+    wait_for(count_probes, lambda count: count == 1, seconds=8)
+
+
 def test_the_status_does_not_wait_for_several_decisions() -> None:
-    watcher = Busy(waker.Config())
+    watcher = Busy()
     with ThreadPoolExecutor() as pool:
-        deciding = pool.submit(watcher.seen, 0, fresh=True)
-        watcher.probes.wait(50)
-        status = pool.submit(watcher.shown, 0)
+        deciding = pool.submit(watcher.probe, 0, fresh=True)
+        watcher.begun.wait(50)
+        status = pool.submit(watcher.probe_for_status, 0)
         wait_for(lambda: status.done() or deciding.done())
         watcher.may_end.set()
         assert status.done()
@@ -273,9 +316,9 @@ def test_the_owner_can_log_in_through_a_firewall_that_counts(machine: Machine) -
     with socket.create_server(address, backlog=99) as system:
         for now in range(60):
             machine.show(OPEN if now % 2 else CLOSED, CLOSED)  # it is news each time
-            watcher.shown(now)
+            watcher.probe_for_status(now)
             counts.append(count_connections(system))
-        watcher.seen(now, fresh=True)
+        watcher.probe(now, fresh=True)
         assert count_connections(system) == 1
     assert [now for now in range(60) if counts[now]] == [0, 1, 2, 3, 30, 31, 32, 33]
 
