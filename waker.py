@@ -1268,17 +1268,21 @@ class Starter:
             if self._last:
                 self._last.cancel()
 
-    def report(self, now: float, ports: PortStates) -> dict[str, object]:
-        """Forget what is over; return the start's part of GET /api/status."""
+    def forget(self, now: float, system_open_at: float) -> None:
+        """Forget an old start, or a failed one if the system was seen open since."""
+        # Keep a host key alarm: an impostor could clear it by opening the port.
+        kept = Outcome.UP, Outcome.HOST_KEY_DIFFERS
         with self._lock:
             start = self._last
             if start:
-                # Keep a host key alarm: an impostor could clear it by opening the port.
-                kept = Outcome.UP, Outcome.HOST_KEY_DIFFERS
-                is_failed = start.phase not in RUNNING and start.outcome not in kept
-                is_over = is_failed and ports.system is PortState.OPEN
+                is_over = start.ended < system_open_at and start.outcome not in kept
                 if is_over or start.ended + SHOWN_SECONDS < now:
-                    self._last = start = None
+                    self._last = None
+
+    def members(self, now: float) -> dict[str, object]:
+        """Return the start's part of GET /api/status."""
+        with self._lock:
+            start = self._last
         usual = sorted(self._durations)
         return {
             "usual_seconds": int(usual[len(usual) // 2]) if usual else None,
@@ -1456,7 +1460,8 @@ def succeed(request: Request, message: str) -> Response:
 
 def status_members(app: App, now: float) -> dict[str, object]:
     ports = app.watcher.probe_for_status(now)
-    start = app.starter.report(now, ports)
+    app.starter.forget(now, app.watcher.system_open_at)
+    start = app.starter.members(now)
     return {"name": app.config.name, **ports.members(), **start}
 
 

@@ -444,7 +444,7 @@ def run_start(starter: waker.Starter, ago: float = 0, *, cancel: bool = False) -
     if cancel:
         starter.cancel()
     wait_for(lambda: others.issuperset(threading.enumerate()))
-    return starter.report(time.monotonic(), OFF)
+    return starter.members(time.monotonic())
 
 
 def test_the_passphrase_is_forgotten_once_the_unlock_ends(machine: Machine) -> None:
@@ -457,7 +457,7 @@ def test_the_passphrase_is_forgotten_once_the_unlock_ends(machine: Machine) -> N
     del passphrase
     start.unlock_ended.wait()
     wait_for(lambda: its() is None)
-    assert starter.report(time.monotonic(), OFF)["start"]
+    assert starter.members(time.monotonic())["start"]
 
 
 def test_the_usual_time_is_the_median_of_the_last_five(machine: Machine) -> None:
@@ -512,7 +512,7 @@ def test_a_start_that_gets_no_thread_has_not_begun(machine: Machine) -> None:
                 run_start(starter)
         finally:
             threading.stack_size(usual)
-        start: Any = starter.report(time.monotonic(), OFF)["start"]
+        start: Any = starter.members(time.monotonic())["start"]
         assert (start and start["phase"]) == shown
         assert run_start(starter)["start"]["phase"] == "done"
 

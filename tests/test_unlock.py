@@ -226,6 +226,22 @@ def test_a_failed_start_is_forgotten_once_the_system_is_up(
             assert bool(start) == bool(pinned)
 
 
+def test_a_start_that_fails_after_a_power_cut_is_not_forgotten(
+    machine: Machine,
+) -> None:
+    """Four unlocks found the system up, so it is not probed again for a while."""
+    machine.show(CLOSED, OPEN)
+    with contextlib.ExitStack() as stack, machine.waker() as started:
+        client = started.client
+        for _ in range(4):
+            assert client.unlock().json["message"] == f"The system is up. {UNSENT}"
+        machine.ask("asks root; take; rejects")
+        stack.enter_context(blackhole(machine.address, machine.system_port))
+        assert client.start().status == 200
+        start = wait_until(client, "failed")
+    assert start["outcome"] == "wrong_passphrase"
+
+
 PRINTED = {  # by an initrd's script: whether it is sent, and the exit status
     "unlocked": (ROOT, True, 0),
     "already_open": ("exit 0", False, 0),
