@@ -618,8 +618,8 @@ def verify_host_key(transport: "Transport", config: Config) -> None:
         raise UnlockError(Outcome.UP, "")
     if key.asbytes() not in config.host_key:
         pins = " or ".join(map(fingerprint, config.host_key)) or "none"
-        detail = f"pinned {pins}, seen {fingerprint(key.asbytes())}. Is the system up,"
-        detail += " or was the system's key pinned? If not, suspect an impostor"
+        detail = f"pinned {pins}, seen {fingerprint(key.asbytes())}. Unless the system"
+        detail += " was up, or its key was pinned by mistake, suspect an impostor"
         raise UnlockError(Outcome.HOST_KEY_DIFFERS, detail)
 
 
@@ -1175,7 +1175,8 @@ class Start:
             if result.outcome is Outcome.HOST_KEY_DIFFERS:  # the system has its own
                 ports = self._watcher.probe(time.monotonic(), fresh=True)
                 if ports.system is PortState.OPEN:
-                    result = make_result(Outcome.UP)
+                    text = f"{Outcome.UP.sentence}, but {result.message}"
+                    result = result._replace(outcome=Outcome.UP, message=text)
             self._finish_unlock(result)
             if self.phase is Phase.BOOTING:
                 self._watch(result)

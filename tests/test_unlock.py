@@ -578,7 +578,10 @@ def test_a_slow_server_has_its_time(tmp_path: Path, seconds: tuple[float, ...]) 
 
 
 def test_the_system_on_the_initrds_port_is_no_impostor(tmp_path: Path) -> None:
-    """It may open that port first, and the one that tells it apart a moment later."""
+    """It may open that port first, and the one that tells it apart a moment later.
+
+    But an impostor could open that port as well: the log keeps both fingerprints.
+    """
     liar, system_port, probes = Liar([OTHER_KEY]), free_port(), []
 
     def serve(connection: socket.socket) -> None:
@@ -593,7 +596,11 @@ def test_the_system_on_the_initrds_port_is_no_impostor(tmp_path: Path) -> None:
             client = started.client.log_in()
             client.start()
             start = wait_until(client, "done")
+            started.stop()
     assert (start["outcome"], start["sent"]) == ("up", False)
+    differs = r"The system is up, but the host key differs: pinned \S+, seen SHA256:"
+    assert re.match(f"{differs}.*not sent", start["message"])
+    assert re.search(differs, "\n".join(started.log))
 
 
 def test_a_server_that_says_nothing_is_tried_again(tmp_path: Path) -> None:
