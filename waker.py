@@ -371,12 +371,15 @@ def find_packet_problem(config: Config) -> str:
 def wake(config: Config) -> str:
     """Send the magic packet (AMD 20213); return a success message. Raises: OSError."""
     packet = b"\xff" * 6 + config.mac * 16
+    destination = config.broadcast, config.packet_port
     source = find_source_address(config)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
         udp.bind((source, 0))
-        for _ in range(3):  # UDP loses some
-            udp.sendto(packet, (config.broadcast, config.packet_port))
+        udp.sendto(packet, destination)
+        with contextlib.suppress(OSError):  # one has left, and is enough
+            for _ in range(2):  # UDP loses some
+                udp.sendto(packet, destination)
     return f"Magic packet sent to {config.mac.hex(':')} from {source}"
 
 

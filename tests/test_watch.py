@@ -416,6 +416,31 @@ def test_a_start_whose_packets_woke_nobody_says_why(
     assert re.search(f"did not wake.*{expected}.*not sent", ended["message"])
 
 
+# The second packet does not leave.
+ONE_LEAVES = """
+#include <errno.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+ssize_t sendto(int fd, const void *data, size_t size, int flags,
+               const struct sockaddr *to, socklen_t length) {
+    static int count;
+    if (count++ == 0)
+        return syscall(SYS_sendto, fd, data, size, flags, to, length);
+    errno = ENETDOWN;
+    return -1;
+}
+"""
+
+
+def test_one_packet_that_left_is_a_success(machine: Machine, tmp_path: Path) -> None:
+    settings = machine.settings() | {"LD_PRELOAD": interpose(tmp_path, ONE_LEAVES)}
+    with machine.waker(settings) as started:
+        answer = started.client.call("POST", "/api/wol")
+    assert (answer.status, machine.packets()) == (200, [PACKET])
+
+
 @pytest.mark.parametrize("broadcast", [LIMITED, "192.168.77.255"])
 def test_the_packet_leaves_by_the_right_interface(home: Home, broadcast: str) -> None:
     """The one that leads to the machine, without configuration. To UDP port 9."""
