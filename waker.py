@@ -1133,23 +1133,21 @@ class Start:
         give_up = time.monotonic() + READY_SECONDS
         self._show(Phase.UNLOCKING, CONNECTING)
         while True:
-            tried = time.monotonic()
+            began = time.monotonic()
             result = self.run_unlock()
             if result.outcome is not Outcome.NOT_ASKED:
                 return result
-            now = time.monotonic()
-            is_over = now + (now - tried) > give_up  # another try may take as long
+            ended = time.monotonic()
             self._show(Phase.UNLOCKING, "The initrd was not ready; looking again")
             if self.cancelled.wait(RETRY_SECONDS):
                 return make_result(Outcome.CANCELLED)
             ports = self._watcher.probe(time.monotonic(), fresh=True)
-            is_there = ports.initrd is PortState.OPEN
-            if ports.system is PortState.OPEN or not (is_there or is_over):
+            if ports.initrd is not PortState.OPEN or ports.system is PortState.OPEN:
                 return None
-            if is_over:
-                is_idle = is_there and result == make_result(*NO_PROMPT)
+            next_end = ended + (ended - began)  # if it takes as long
+            if next_end > give_up:
                 never = make_result(Outcome.NOT_ASKED, NEVER_ASKS)
-                return never if is_idle else result
+                return never if result == make_result(*NO_PROMPT) else result
 
     def _watch(self, result: Result) -> None:
         """Wait until the system's port opens, or time is up."""
