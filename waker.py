@@ -220,7 +220,7 @@ class Outcome(enum.Enum):
     HOST_KEY_DIFFERS = "host_key_differs", 500, "the host key differs: "
     KEY_REFUSED = "key_refused", 500, "the server refused waker's SSH key "
     NOT_ASKED = "not_asked", 500, ""  # trying again is safe
-    NOT_AWAKE = "not_awake", 500, "the server "
+    NOT_AWAKE = "not_awake", 500, ""
     NOT_UP = "not_up", 500, ""
     CANCELLED = "cancelled", 500, "Cancelled"
     ERROR = "error", 500, ""
@@ -973,14 +973,15 @@ NEVER_ASKS: Final = (
 
 def explain_asleep(config: Config, ports: PortStates, failure: str) -> str:
     """Return why the initrd did not come up; `failure` is why no packet ever left."""
+    then = f"after {START_SECONDS // 60} minutes,"
     if PortState.CLOSED in ports:
-        return "answers, but its initrd's SSH port is closed"
+        return f"{then} the server answered, but its initrd's SSH port was closed"
     if failure:
-        return f"did not answer, and {failure}"
+        return f"{then} the server did not answer, and {failure}"
     if PortState.UNKNOWN in ports:
-        return PortState.UNKNOWN.value
+        return f"{then} the server {PortState.UNKNOWN.value}"
     advice = find_packet_problem(config) or "check power, cable and Wake-on-LAN"
-    return f"did not wake or is silent: {advice}"
+    return f"{then} the server did not answer: {advice}"
 
 
 class Phase(enum.Enum):

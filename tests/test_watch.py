@@ -413,7 +413,7 @@ def test_a_start_whose_packets_woke_nobody_says_why(
 
         ended = router.run(start)
     assert (ended["outcome"], ended["woke"]) == ("not_awake", True)
-    assert re.search(f"did not wake.*{expected}.*not sent", ended["message"])
+    assert re.search(f"did not answer.*{expected}.*not sent", ended["message"])
 
 
 # The second packet does not leave.
