@@ -215,7 +215,7 @@ class Outcome(enum.Enum):
     ALREADY_OPEN = "already_open", 200, "All disks seem to be open already"
     UP = "up", 200, "The system is up"
     WRONG_PASSPHRASE = "wrong_passphrase", 400, "Wrong passphrase for disk "
-    NOT_CONFIRMED = "not_confirmed", 500, "Not confirmed: the passphrase was sent, but "
+    NOT_CONFIRMED = "not_confirmed", 500, "Not confirmed: the passphrase "
     GAVE_UP = "gave_up", 500, "the server stopped asking and must be restarted"
     HOST_KEY_DIFFERS = "host_key_differs", 500, "the host key differs: "
     KEY_REFUSED = "key_refused", 500, "the server refused waker's SSH key "
@@ -753,15 +753,16 @@ def send_passphrase(
 
 def explain_verdict(verdict: InitrdSays | None, disk: str, listed: str) -> Ending:
     """Return how an unlock ended if the passphrase did not open the disk."""
-    outcome, words = Outcome.NOT_CONFIRMED, "the initrd did not confirm it"
+    outcome = Outcome.NOT_CONFIRMED
+    words = "may have been sent, but the initrd did not confirm it"
     if verdict is InitrdSays.REJECTED:
         outcome, words = Outcome.WRONG_PASSPHRASE, disk
     elif verdict is InitrdSays.ASKS:
-        words = "a disk is still asking"
+        words = "was sent, but a disk is still asking"
     elif verdict is InitrdSays.GAVE_UP and not listed:
         outcome, words = Outcome.GAVE_UP, ""
     elif verdict is InitrdSays.GAVE_UP:  # the server may boot without this disk
-        words = f"the initrd gave up on disk {disk}"
+        words = f"was sent, but the initrd gave up on disk {disk}"
     return outcome, f"{words}; unlocked: {listed}" if listed else words
 
 
@@ -1094,9 +1095,11 @@ class Start:
         with contextlib.suppress(ValueError, LookupError, TypeError):  # no result
             members = json.loads(output.splitlines()[-1])
             return Result(OUTCOMES[members["outcome"]], members["message"], self.sent)
-        reason = f"the unlocking process ended with status {status}"
-        outcome = Outcome.NOT_CONFIRMED if self.sent else Outcome.ERROR
-        return make_result(outcome, f"{reason}; see waker's log", sent=self.sent)
+        reason = f"the unlocking process ended with status {status}; see waker's log"
+        if not self.sent:
+            return make_result(Outcome.ERROR, reason)
+        words = f"may have been sent, but {reason}"
+        return make_result(Outcome.NOT_CONFIRMED, words, sent=True)
 
     def _wait_for_initrd(self, deadline: float) -> Result | None:
         """Wake the machine until its initrd listens, or return why it does not."""

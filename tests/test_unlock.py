@@ -528,7 +528,7 @@ ATTACKS = {
         NO_PROMPT,
     ),
     "asks and hangs": (Liar(steps=[BEGUN, ASKS, exchanges_keys]), NO_PROMPT),
-    "no window": (Liar(steps=OPENS_BY_ITSELF, window=0), "not_confirmed: "),
+    "no window": (Liar(steps=OPENS_BY_ITSELF, window=0), "not_confirmed.* may have"),
     "hangs up": (Liar(steps=HANGS_UP), "unlocked"),
 }
 

@@ -364,7 +364,7 @@ TOLD: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "booting": (("booting", "booting", "unlocked", 0, 38, 42, 44), "starting", "away"),
     "unchecked": (("unknown", "done", "up", 0, 1, 2, 3, 3), "unknown", "couldn't"),
     "up after a start": (("up", "done", "up", 0, 38, 42, 62, 62), "up", "Started in"),
-    "not confirmed": (("locked", "booting", "not_confirmed"), "doubtful", "was wrong"),
+    "not confirmed": (("locked", "booting", "not_confirmed"), "doubtful", "be wrong"),
     "key refused": (("locked", "failed", "key_refused"), "locked", "From waker"),
     "nothing asks": (("booting", "failed", "not_asked"), "booting", "From waker"),
     "not awake": (("off", "failed", "not_awake"), "off", "From waker"),

@@ -17,7 +17,8 @@ UNSENT = "The passphrase was not sent."
 ASKING = "Please unlock disk cryptroot: "
 TAKEN = f"{ASKING}\n"
 
-SILENT = "Not confirmed: the passphrase was sent, but the initrd did not confirm it"
+WORDS = "may have been sent, but the initrd did not confirm it"
+SILENT = f"Not confirmed: the passphrase {WORDS}"
 NOT_CONFIRMED = 500, f"{SILENT}; watch GET /api/status"
 # Depends on what waker sees first.
 NOTHING_TO_DO = {
