@@ -1365,6 +1365,9 @@ class TokenStore:
 MAX_BODY: Final = 16384  # bytes: a PIN or a passphrase, with room to spare
 # In Accept-Encoding. With a quality of 0, the client refuses it.
 GZIP: Final = re.compile(r"(?i)(?:^|,)\s*gzip\s*(?!;\s*q=0(\.0*)?\s*(,|$))(?:[;,]|$)")
+STRING: Final = r'\s*("(?:[^"\\]|\\.)+")\s*'  # in JSON
+# Exactly one member, which rules out duplicate names and nesting.
+ONLY_MEMBER: Final = re.compile(rf"\s*{{{STRING}:{STRING}}}\s*", re.ASCII)
 
 
 class Request(NamedTuple):
@@ -1399,13 +1402,11 @@ def parse_body(request: Request, name: str, parse: Callable[[str], T]) -> T:
     kind = request.fields.get("content-type", "")
     if not re.fullmatch(r"(?i)application/json[ \t]*(;.*)?", kind):
         raise HttpError(415, "Content-Type must be application/json")
-    # Accept exactly one member, which rules out duplicate names and nesting.
-    member = rf'\s*{{\s*"{name}"\s*:\s*("(?:[^"\\]|\\.)+")\s*}}\s*'
     try:
-        found = re.fullmatch(member, request.body.decode(), re.ASCII)
-        if not found:
+        found = ONLY_MEMBER.fullmatch(request.body.decode())
+        if not found or json.loads(found[1]) != name:
             raise ValueError
-        text = str(json.loads(found[1]))
+        text = str(json.loads(found[2]))
         text.encode()  # raises ValueError for half a surrogate pair
         return parse(text)
     except ValueError:

@@ -226,6 +226,11 @@ def test_a_malformed_body_is_refused(
     assert answer.error
 
 
+def test_a_name_may_have_escapes_as_in_any_json(owner: Client) -> None:
+    answer = owner.call("POST", "/api/auth", rb'{"\u0070in": "a wrong \u0050IN"}')
+    assert answer.status == 401
+
+
 def test_what_cannot_be_a_passphrase_is_refused(owner: Client) -> None:
     for passphrase in ("a" * 513, "ä" * 257, "a\n", "a\0b", "\x7f", "\x85"):
         for answer in (owner.unlock(passphrase), owner.start(passphrase)):
