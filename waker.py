@@ -1677,6 +1677,7 @@ class Connection(BaseHTTPRequestHandler):
     """One connection: read one request, answer it, and let the client hang up."""
 
     server: "Server"
+    beginning = b""  # of the request
 
     def drop(self) -> None:
         """Read no more from the client. A complete request is still answered."""
@@ -1698,6 +1699,7 @@ class Connection(BaseHTTPRequestHandler):
             raise TimeoutError
         if not data and self.is_dropped:
             raise ConnectionAbortedError
+        self.beginning = (self.beginning + data)[:5]
         if not data:
             raise HttpError(400, "The request ended before it was complete")
         return data
@@ -1735,7 +1737,7 @@ class Connection(BaseHTTPRequestHandler):
             except TimeoutError:
                 received = HttpError(408, f"The request took over {CLIENT_SECONDS} s")
             response = respond(app, received, peer)
-            is_head = isinstance(received, Request) and received.method == "HEAD"
+            is_head = self.beginning == b"HEAD "  # even if the request is malformed
             self.request.settimeout(CLIENT_SECONDS)
             self.request.sendall(self.render(response, with_body=not is_head))
             # Wait for the client to close: closing first could lose the answer.

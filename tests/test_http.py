@@ -146,6 +146,28 @@ def test_a_request_gets_one_answer_and_a_bad_one_a_json_error(
         assert (answer.json.keys(), bool(answer.error)) == ({"error"}, True)
 
 
+HEADS_TO_REFUSE = {
+    "no such path": (b"x HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+    "no version": (b"\r\n\r\n", 400),
+    "coding": (b" HTTP/1.1\r\nTransfer-Encoding: x\r\n\r\n", 501),
+    "long": (b"x" * 17_000, 431),
+    "cut off": (b"", 400),
+}
+
+
+@each("rest status", HEADS_TO_REFUSE)
+def test_an_answer_to_head_has_no_body(
+    server: Client, rest: bytes, status: int
+) -> None:
+    """Even if it is an error. Source: RFC 9110, 9.3.2."""
+    with knock(server, b"HE") as tcp:
+        tcp.sendall(b"AD /" + rest)
+        tcp.shutdown(socket.SHUT_WR)
+        head, _, body = tcp.makefile("rb").read().partition(b"\r\n\r\n")
+    assert (int(head.split()[1]), body) == (status, b"")
+    assert b"\r\nContent-Length: " in head
+
+
 def read(data: bytes, peer: str = "10.0.0.1") -> waker.Request:
     """Parse a request that has arrived, perhaps from a proxy, and read no more."""
     proxies = frozenset({"10.0.0.1", "10.0.0.2"})
