@@ -631,6 +631,8 @@ def find_key_problem(path: Path) -> str:
     shown = shown_path(path)
     remedy = f"make it with: ssh-keygen -t ed25519 -N '' -f {shown}"
     try:
+        if path.exists() and not path.is_file():  # a pipe could block the daemon
+            return f"{shown} is not a regular file; correct the path"
         text = path.read_text("latin-1")
         if shown != path and not text.strip():
             return f"{shown} {NOT_PASSED}"
@@ -649,12 +651,14 @@ def load_key(path: Path) -> "PKey":
     """Load our private key, whatever its type. Raises: UnlockError."""
     import paramiko
 
-    for kind in (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey):
-        with contextlib.suppress(ANY_ERROR):  # another type
-            return kind.from_private_key_file(str(path))
     shown = shown_path(path)
-    problem = f"{shown} has a passphrase, is damaged, or is not in OpenSSH format"
-    raise UnlockError(Outcome.ERROR, f"SSH key {find_key_problem(path) or problem}")
+    problem = find_key_problem(path)
+    if not problem:
+        for kind in (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey):
+            with contextlib.suppress(ANY_ERROR):  # another type
+                return kind.from_private_key_file(str(path))
+        problem = f"{shown} has a passphrase, is damaged, or is not in OpenSSH format"
+    raise UnlockError(Outcome.ERROR, f"SSH key {problem}")
 
 
 def log_in(transport: "Transport", config: Config) -> None:

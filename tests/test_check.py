@@ -1,5 +1,6 @@
 """`waker check`: a table that says what does not work, and why."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -117,6 +118,10 @@ def test_files_that_cannot_be_used_are_wrong(tmp_path: Path) -> None:
         table = run({}, "--env-file", str(file))
         assert re.search(f"(?m)^{seen}", table)
         assert re.search(f"(?m)^WRONG +SSH key .*{key} has a passphrase", table)
+    key.unlink()
+    os.mkfifo(key)
+    table = run({}, "--env-file", str(file))
+    assert re.search(f"(?m)^WRONG +SSH key .*{key} is not a regular file", table)
 
 
 def test_a_full_disk_is_named_without_a_traceback() -> None:

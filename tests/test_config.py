@@ -1,6 +1,7 @@
 """The settings: each value, the private key, and the file."""
 
 import base64
+import os
 import re
 import time
 from pathlib import Path
@@ -148,6 +149,15 @@ def test_a_useless_private_key_is_refused_with_the_remedy(
     assert re.match(f"WAKER_SSH_KEY {key} is {problem}", mistake(folder))
 
 
+@pytest.mark.timeout(20)
+def test_a_private_key_that_is_no_regular_file_is_refused(folder: Path) -> None:
+    """At once: reading a pipe could take for ever."""
+    key = folder / "ssh_key"
+    key.unlink()
+    os.mkfifo(key)
+    assert re.match(f"WAKER_SSH_KEY {key} is not a regular file;", mistake(folder))
+
+
 def test_a_missing_credential_is_sought_where_the_user_put_it(tmp_path: Path) -> None:
     """waker.service passes a single newline instead.
 
@@ -168,7 +178,7 @@ def test_a_missing_credential_is_sought_where_the_user_put_it(tmp_path: Path) ->
     own = tmp_path / "credentials/waker"
     assert mistake(own).startswith(f"WAKER_SSH_KEY {own}/ssh_key is missing")
     (own / "ssh_key").mkdir(parents=True)
-    assert mistake(own) == f"WAKER_SSH_KEY {own}/ssh_key: Is a directory"
+    assert mistake(own).startswith(f"WAKER_SSH_KEY {own}/ssh_key is not a regular")
 
 
 # ---- The file ------------------------------------------------------------------------

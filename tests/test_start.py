@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import threading
@@ -20,6 +21,7 @@ from conftest import (
     UNLOCK,
     daemon,
     each,
+    interpose,
     is_open,
     result_of,
     shortened,
@@ -364,21 +366,46 @@ def test_a_cancel_before_the_process_begins_gives_it_nothing(tmp_path: Path) -> 
     assert tmp_path.joinpath("given").read_bytes() == b""
 
 
+# Opening the SSH key waits, as on a network that hangs, while a folder exists there.
+SLOW_KEY = """
+#include <fcntl.h>
+#include <stdarg.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+int open64(const char *path, int flags, ...) {
+    va_list more;
+    va_start(more, flags);
+    int mode = va_arg(more, int);
+    va_end(more);
+    while (strstr(path, "/ssh_key") && access("%(slow)s", F_OK) == 0) {
+        mkdir("%(slow)s/waits", 0700);
+        usleep(10000);
+    }
+    return syscall(SYS_openat, AT_FDCWD, path, flags, mode);
+}
+"""
+
+
 def test_a_slow_key_file_delays_no_status_and_no_sigterm(machine: Machine) -> None:
-    with machine.waker() as started, ThreadPoolExecutor() as pool:
+    slow = machine.folder / "slow"
+    library = interpose(machine.folder, SLOW_KEY % {"slow": slow})
+    settings = machine.settings() | {"LD_PRELOAD": library}
+    with machine.waker(settings) as started, ThreadPoolExecutor() as pool:
         client, log = started.client, started.process.stderr
         assert log
-        machine.ssh_key.unlink()
-        os.mkfifo(machine.ssh_key, 0o600)
+        slow.mkdir()
         starting = pool.submit(client.start)
-        with machine.ssh_key.open("w") as pipe:  # waits until somebody reads it
-            status = pool.submit(client.status)
-            wait_for(status.done, seconds=3)
-            assert status.result()["state"] == "off"
-            started.process.terminate()
-            wait_for(log.readline, lambda line: line == "stopping\n")
-            wait_for(lambda: not is_open(client.port))
-            pipe.write("PRIVATE KEY")
+        wait_for(slow.joinpath("waits").exists)
+        status = pool.submit(client.status)
+        wait_for(status.done, seconds=3)
+        assert status.result()["state"] == "off"
+        started.process.terminate()
+        wait_for(log.readline, lambda line: line == "stopping\n")
+        wait_for(lambda: not is_open(client.port))
+        shutil.rmtree(slow)
         assert starting.result().status == 503
         assert started.process.wait(60) == 0
     assert machine.packets() == []
