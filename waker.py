@@ -887,39 +887,57 @@ SETTINGS: Final[Mapping[str, Setting]] = {
 # What `state` needs, and what `unlock` needs besides.
 PORTS: Final = "WAKER_HOMELAB_HOST", "WAKER_INITRD_SSH_PORT", "WAKER_SYSTEM_SSH_PORT"
 LOGIN: Final = "WAKER_SSH_USER", "WAKER_SSH_KEY", "WAKER_SSH_HOST_KEY"
-# A quoted value, or a bare one: without quotes, comments or a second setting.
-ENV_LINE: Final = re.compile(
-    r"""(WAKER_\w+)\s*=\s*+(?:"([^"]*)"|'([^']*)'|"""
-    r"""((?!["'#\u2018-\u201f]|.*\s(?:#|WAKER_\w+=)).*))"""
-)
+OUR_LINE: Final = re.compile(r"(WAKER_\w+)\s*=\s*(.*)")
+# A comment, nothing, or another program's setting.
+OTHER_LINE: Final = re.compile(r"(?i)[#;]|$|(?!.*WAKER_)\w+\s*=")
+# In a value without quotes: a curly quote, a comment, or a second setting.
+AMBIGUOUS: Final = re.compile(r"^[#\u2018-\u201f]|\s(#|WAKER_\w+=)")
+
+
+def read_env_text(path: Path) -> str:
+    """Read the file of settings. Raises: ConfigError."""
+    shown = shown_path(path)
+    try:
+        # Some editors add a byte order mark. Parsers judge what is not UTF-8.
+        text = path.read_text("utf-8-sig", "surrogateescape")
+    except FileNotFoundError:
+        fix = "correct the path, or run `sudo waker install`"
+        raise ConfigError(f"{shown} is missing; {fix}") from None
+    except PermissionError:
+        raise ConfigError(f"{shown} cannot be read; use sudo") from None
+    except OSError as error:
+        raise ConfigError(f"{shown}: {error.strerror}") from None
+    if "\0" in text:
+        raise ConfigError(f"{shown} is UTF-16, or damaged: save it as UTF-8")
+    if not text.strip():
+        problem = "is empty; delete it, and run `sudo waker install`"
+        raise ConfigError(f"{shown} {problem if shown == path else NOT_PASSED}")
+    return text
+
+
+def unquote(text: str) -> str | None:
+    """Return a value without its quotes, or None if it could be misread."""
+    quote = text[:1]
+    if quote in ('"', "'"):
+        return text[1:-1] if text.find(quote, 1) == len(text) - 1 else None
+    return None if AMBIGUOUS.search(text) else text
 
 
 def read_env_file(path: Path) -> dict[str, str]:
     """Parse lines WAKER_NAME=value. Raises: ConfigError, which quotes no line."""
-    shown = shown_path(path)
-    fix = "copy waker.env.example there and edit it"
-    try:
-        # Some editors add a byte order mark. Parsers judge what is not UTF-8.
-        text = path.read_text("utf-8-sig", "surrogateescape")
-    except PermissionError:
-        raise ConfigError(f"{shown} cannot be read; use sudo") from None
-    except OSError as error:
-        raise ConfigError(f"{shown}: {error.strerror}; {fix}") from None
-    if not text.strip():
-        problem = f"is empty; {fix}" if shown == path else NOT_PASSED
-        raise ConfigError(f"{shown} {problem}")
     values: dict[str, str] = {}
     mistakes: list[str] = []
-    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
-        found = ENV_LINE.fullmatch(line)
-        if found:
-            name, *quoted = found.groups()
-            if name in values:
-                mistakes.append(f"{shown}, line {number}: {name} is set twice")
-            values[name] = "".join(filter(None, quoted))
-        elif not re.match(r"(?i)[#;]|$|(?!.*WAKER_)\w+\s*=", line):  # or not ours
+    for number, line in enumerate(read_env_text(path).splitlines(), 1):
+        place = f"{shown_path(path)}, line {number}"
+        found = OUR_LINE.fullmatch(line.strip())
+        value = unquote(found[2]) if found else None
+        if found and value is not None:
+            if found[1] in values:
+                mistakes.append(f"{place}: {found[1]} is set twice")
+            values[found[1]] = value
+        elif not OTHER_LINE.match(line.strip()):
             form = 'WAKER_NAME=value or WAKER_NAME="value"; comments on their own lines'
-            mistakes.append(f"{shown}, line {number} must be {form}")
+            mistakes.append(f"{place} must be {form}")
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     return values
@@ -947,7 +965,8 @@ def read_config(
             parsed[field] = folder / value if isinstance(value, Path) else value
     config = Config(**parsed)
     if config.broadcast == LIMITED and ":" in config.host:
-        mistakes.append("WAKER_HOMELAB_BROADCAST must be set for an IPv6 address")
+        form = "your network's own, such as 192.168.1.255, for an IPv6 address"
+        mistakes.append(f"WAKER_HOMELAB_BROADCAST must be {form}")
     if (
         config.host_key
         and "key" in parsed

@@ -118,8 +118,9 @@ def test_a_wrong_value_is_refused(folder: Path, name: str, value: str) -> None:
 def test_an_ipv6_address_needs_a_broadcast_address(folder: Path) -> None:
     """From which the packet goes to the machine's network."""
     address = {"HOMELAB_HOST": "2001:db8::1"}
-    told = mistake(folder, **address)
-    assert told.startswith("WAKER_HOMELAB_BROADCAST must be set")
+    for broadcast in ("", "255.255.255.255"):
+        told = mistake(folder, **address, HOMELAB_BROADCAST=broadcast)
+        assert told.startswith("WAKER_HOMELAB_BROADCAST must be your network's own,")
     told = mistake(folder, **address, HOMELAB_BROADCAST="192.0.2.255", PIN="")
     assert told.startswith("WAKER_PIN ")
 
@@ -199,6 +200,24 @@ def test_a_file_is_read_as_people_and_editors_write_it(tmp_path: Path) -> None:
         "WAKER_HOMELAB_NAME": " double q",
         "WAKER_HOMELAB_HOST": "",
     }
+
+
+UNREADABLE = {
+    "UTF-16": ("WAKER_PIN=secret".encode("utf-16"), "is UTF-16,.* save it as UTF-8"),
+    "empty": (b"\n", "is empty; delete it, and run `sudo waker install`"),
+    "missing": (None, "is missing; .*run `sudo waker install`"),
+}
+
+
+@each("content problem", UNREADABLE)
+def test_a_file_that_has_no_lines_is_named_once(
+    tmp_path: Path, content: bytes | None, problem: str
+) -> None:
+    file = tmp_path / "waker.env"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(waker.ConfigError, match=rf"\A{file} {problem}\Z"):
+        waker.read_env_file(file)
 
 
 MISREAD = (
