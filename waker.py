@@ -351,20 +351,36 @@ def find_source_address(config: Config, *, to_neighbour: bool = False) -> str:
         return str(udp.getsockname()[0])
 
 
-def find_packet_problem(config: Config) -> str:
-    """Return why the magic packet reaches no sleeping machine, or an empty string."""
+class Destination(enum.Enum):
+    """What the magic packet is sent to, as this box's kernel sees it."""
+
+    BROADCAST = "a broadcast address of a network of this box"
+    DEVICE = "another address on such a network"
+    ELSEWHERE = "an address on another network"
+
+
+def find_destination(config: Config) -> Destination:
+    """Return what the packet is sent to; for LIMITED, what the machine's address is."""
     source = find_source_address
     try:
         is_near = source(config, to_neighbour=True) == source(config)
-    except PermissionError:  # it is a broadcast address of a network of this box
-        return ""
+    except PermissionError:
+        return Destination.BROADCAST
     except OSError:
         is_near = False
+    return Destination.DEVICE if is_near else Destination.ELSEWHERE
+
+
+def find_packet_problem(config: Config) -> str:
+    """Return why the magic packet reaches no sleeping machine, or an empty string."""
+    destination = find_destination(config)
+    is_elsewhere = destination is Destination.ELSEWHERE
     if config.broadcast == LIMITED:
-        elsewhere = f"the server is on another network, and {LIMITED} crosses no router"
-        return "" if is_near else elsewhere
-    # Near, it is the address of one device. Elsewhere, only a netmask is surely wrong.
-    is_wrong = is_near or ipaddress.ip_address(config.broadcast).is_reserved
+        problem = f"the server is on another network, and {LIMITED} crosses no router"
+        return problem if is_elsewhere else ""
+    is_wrong = destination is Destination.DEVICE
+    if is_elsewhere:  # only a netmask is surely wrong
+        is_wrong = ipaddress.ip_address(config.broadcast).is_reserved
     return f"{config.broadcast} is not a broadcast address here" if is_wrong else ""
 
 

@@ -77,17 +77,6 @@ def is_permanent(address: str) -> bool:
     return bool(found and int(found[1], 16) & ATF_PERM)
 
 
-def is_on_link(config: Config) -> bool:
-    """Return whether the packet's destination is on a network of this box."""
-    source = waker.find_source_address
-    try:
-        return source(config, to_neighbour=True) == source(config)
-    except PermissionError:  # it is a broadcast address there
-        return True
-    except OSError:
-        return False
-
-
 def find_source_of_host(config: Config) -> str:
     """Return our address toward the server, or "" if it is unknown or an IPv6 one."""
     with contextlib.suppress(OSError):
@@ -113,7 +102,7 @@ def judge_packet(config: Config, source: str) -> tuple[str, str]:
         return f"{problem}, but a permanent ARP entry leads there", LOOK
     if problem:
         return f"{problem}. Delete WAKER_HOMELAB_BROADCAST, or correct it", WRONG
-    if not is_on_link(config):
+    if waker.find_destination(config) is waker.Destination.ELSEWHERE:
         return "it goes to another network, and most routers stop broadcasts", HINT
     reached = find_source_of_host(config)
     if reached not in ("", source):
