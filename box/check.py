@@ -49,17 +49,24 @@ def explain_no_paramiko() -> str:
     return f"paramiko is missing or incomplete; install it with: {remedy}"
 
 
-def find_interface(address: str) -> str:
-    """Return the interface with this address, or an empty string."""
+def read_addresses(wanted: bytes = bytes(4)) -> dict[str, bytes]:
+    """Return each interface's IPv4 address; of several, the wanted one or the first."""
     family = socket.AF_INET.to_bytes(2, sys.byteorder)
-    wanted = family + bytes(2) + socket.inet_aton(address)  # Source: netdevice(7)
+    address = (family + bytes(2) + wanted).ljust(24, b"\0")  # Source: netdevice(7)
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         for _, name in socket.if_nameindex():
-            request = os.fsencode(name).ljust(16, b"\0") + wanted.ljust(24, b"\0")
+            request = os.fsencode(name).ljust(16, b"\0") + address
             with contextlib.suppress(OSError):  # it has no address, or has gone
-                if fcntl.ioctl(udp, SIOCGIFADDR, request)[16:24] == wanted:
-                    return name
-    return ""
+                addresses[name] = fcntl.ioctl(udp, SIOCGIFADDR, request)[20:24]
+    return addresses
+
+
+def find_interface(address: str) -> str:
+    """Return the interface with this address, or an empty string."""
+    wanted = socket.inet_aton(address)
+    found = [name for name, its in read_addresses(wanted).items() if its == wanted]
+    return "".join(found[:1])
 
 
 def read_interface(name: str, file: str, unknown: int) -> int:
@@ -117,7 +124,10 @@ def check_packet(config: Config) -> tuple[str, str]:
     try:
         source = waker.find_source_address(config)
     except OSError as error:
-        return f"{error.strerror}; connect this box to the server's network", WRONG
+        problem = f"{error.strerror}; connect this box to the server's network"
+        if read_addresses().keys() <= {"lo"}:
+            problem = "this box has no IPv4 address, from which the packet could leave"
+        return problem, WRONG
     problem, verdict = judge_packet(config, source)
     route = f"would leave from {source} to {config.broadcast}"
     return (f"{route}; {problem}" if problem else route), verdict

@@ -236,6 +236,13 @@ def test_the_packets_route_is_shown_and_nothing_is_sent(
         assert udp_packets(at_machine) == udp_packets(at_provider) == []
 
 
+def test_a_box_without_ipv4_sends_no_packet(home: Home, tmp_path: Path) -> None:
+    machine = home[1]
+    ip(f"-n {machine.name} address flush dev eth0")
+    table = run_at(machine, tmp_path, HOST="2001:db8::9", BROADCAST="192.168.77.255")
+    assert re.search("(?m)^WRONG +magic packet +this box has no IPv4 address", table)
+
+
 def test_a_card_without_a_cable_is_seen(home: Home, tmp_path: Path) -> None:
     """The route over it stays, and so do packets that it will never send."""
     router, machine, _ = home
