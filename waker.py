@@ -1856,7 +1856,6 @@ class Server(ThreadingHTTPServer):
 # What `waker.py` does when it is run.
 
 MAX_MEMORY: Final = 64 << 20  # bytes of data; twice what an unlock or check needs
-Check = Callable[[Config, Path | None], int]  # of the settings and their file
 COMMANDS: Final = {
     "serve": "run the web page; the default",
     "unlock": "unlock once, with a passphrase from standard input",
@@ -1896,24 +1895,27 @@ def read_passphrase() -> Passphrase:
     return Passphrase(given.decode().removesuffix("\n"))
 
 
-def print_unlock(config: Config, seconds: int) -> int:
-    """Read a passphrase, unlock within `seconds`, print the result; return a status."""
+def read_and_unlock(config: Config, seconds: int) -> Result:
+    """Read a passphrase, and unlock within `seconds`."""
     try:
-        try:
-            passphrase = read_passphrase()
-        except KeyboardInterrupt:
-            result = make_result(Outcome.CANCELLED)
-        except (ValueError, EOFError, OSError):
-            form = "1 to 512 bytes of UTF-8 without control characters"
-            result = make_result(Outcome.ERROR, f"a passphrase must be {form}")
-        else:
-            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-                signal.signal(signal.SIGINT, signal.SIG_DFL)  # end without a traceback
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # or a cancel has no effect
-            signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the daemon blocks them
-            signal.alarm(seconds)  # ends the process even if something hangs
-            deadline = time.monotonic() + seconds - REPORT_SECONDS
-            result = unlock(config, passphrase, deadline)
+        passphrase = read_passphrase()
+    except KeyboardInterrupt:
+        return make_result(Outcome.CANCELLED)
+    except (ValueError, EOFError, OSError):
+        form = "1 to 512 bytes of UTF-8 without control characters"
+        return make_result(Outcome.ERROR, f"a passphrase must be {form}")
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # end without a traceback
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # or a cancel has no effect
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the daemon blocks them
+    signal.alarm(seconds)  # ends the process even if something hangs
+    return unlock(config, passphrase, time.monotonic() + seconds - REPORT_SECONDS)
+
+
+def print_unlock(config: Config, seconds: int) -> int:
+    """Unlock, print the result, and return the exit status."""
+    try:
+        result = read_and_unlock(config, seconds)
         members = result._asdict() | {"outcome": result.outcome.word}
         os.write(1, f"{json.dumps(members)}\n".encode())
     except BrokenPipeError:  # the daemon has ended
@@ -1947,12 +1949,20 @@ def parse_argv(argv: Sequence[str], commands: dict[str, str]) -> argparse.Namesp
     return parsed
 
 
-def run_command(parsed: argparse.Namespace, check: Check | None) -> int:
-    """Read the settings and run a command. Raises: ConfigError."""
+def read_values(env_file: Path | None) -> tuple[dict[str, str], Path, Path | None]:
+    """Return the settings, the folder of relative paths, and the file if there is one.
+
+    Raises: ConfigError.
+    """
     ours = {n: v for n, v in os.environ.items() if n.startswith("WAKER_")}
-    file = parsed.env_file or (None if ours else Path(ENV_FILE))
+    file = env_file or (None if ours else Path(ENV_FILE))
     folder = file.absolute().parent if file else Path.cwd()
-    values = (read_env_file(file) if file else {}) | ours
+    return (read_env_file(file) if file else {}) | ours, folder, file
+
+
+def run_command(parsed: argparse.Namespace) -> int:
+    """Read the settings and run a command. Raises: ConfigError."""
+    values, folder, _ = read_values(parsed.env_file)
     if parsed.command == "state":
         config = read_config(values, folder, PORTS)
         ports = Watcher(config).probe(time.monotonic(), fresh=True)
@@ -1961,10 +1971,8 @@ def run_command(parsed: argparse.Namespace, check: Check | None) -> int:
     if parsed.command == "unlock":
         return print_unlock(read_config(values, folder, PORTS + LOGIN), parsed.seconds)
     config = read_config(values, folder)
-    if check:
-        return check(config, file)
     # For the process that unlocks: not the PIN. PYTHONPATH may lead to paramiko.
-    environment = {n: v for n, v in os.environ.items() if n not in ours}
+    environment = {n: v for n, v in os.environ.items() if not n.startswith("WAKER_")}
     environment |= {name: values[name] for name in PORTS + LOGIN if name in values}
     environment["WAKER_SSH_KEY"] = str(config.key)
     program = Path(__file__).resolve() if HERE.is_dir() else HERE
@@ -1972,12 +1980,8 @@ def run_command(parsed: argparse.Namespace, check: Check | None) -> int:
     return serve(App(config, (unlocks, environment)))
 
 
-def main(
-    argv: Sequence[str], commands: dict[str, str] = COMMANDS, check: Check | None = None
-) -> int:
-    """Run a command, and return the exit status. box/ has `check`, to run instead."""
-    parsed = parse_argv(argv, commands)
-    loads_paramiko = check or parsed.command == "unlock"
+def protect_process(*, loads_paramiko: bool) -> None:
+    """Protect the log from clients, secrets from core dumps, the box's memory."""
     # Open descriptors 0 to 2 if they are closed: 2 is the log, and must be no client.
     spare = os.open(os.devnull, os.O_RDWR)
     while spare <= 2:
@@ -1994,14 +1998,26 @@ def main(
         with contextlib.suppress(ValueError):  # the limit is lower already
             resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
     warnings.simplefilter("ignore")  # paramiko uses what cryptography deprecates
+
+
+def log_mistakes(error: ConfigError) -> int:
+    """Log each mistake; return an exit status after which the unit does not restart."""
+    for line in str(error).splitlines():
+        log(line)
+    return os.EX_CONFIG
+
+
+def main(argv: Sequence[str], commands: dict[str, str] = COMMANDS) -> int:
+    """Run a command, and return the exit status."""
+    parsed = parse_argv(argv, commands)
+    is_unlock = parsed.command == "unlock"
+    protect_process(loads_paramiko=is_unlock)
     try:
-        status = run_command(parsed, check)
+        status = run_command(parsed)
     except ConfigError as error:
-        for line in str(error).splitlines():
-            log(line)
-        return os.EX_CONFIG  # the unit does not restart it then
-    if loads_paramiko:
-        os._exit(status)  # its threads would take 15 s to end
+        return log_mistakes(error)
+    if is_unlock:
+        os._exit(status)  # paramiko's threads would take 15 s to end
     return status
 
 

@@ -257,13 +257,23 @@ def check(config: Config, file: Path | None) -> int:
     return status
 
 
-def main(arguments: list[str], commands: dict[str, str]) -> int:
-    """Run the command. If all settings are still empty, say what fills them in."""
-    status = waker.main(arguments, commands, check)  # it returns if one is wrong
-    env_file = waker.parse_argv(arguments, commands).env_file or Path(waker.ENV_FILE)
+def explain_empty_settings(env_file: Path) -> None:
+    """If all settings are still empty, say what fills them in."""
     with contextlib.suppress(ConfigError):  # which was reported
         if not any(waker.read_env_file(env_file).values()):
             is_default = env_file == Path(waker.ENV_FILE)
             option = "" if is_default else f"--config {env_file.parent} "
             waker.log(f"To fill them in, run: waker prepare {option}me@192.168.1.20")
-    return status
+
+
+def main(arguments: list[str], commands: dict[str, str]) -> int:
+    """Run the command, and return the exit status."""
+    given = waker.parse_argv(arguments, commands).env_file
+    waker.protect_process(loads_paramiko=True)
+    try:
+        values, folder, file = waker.read_values(given)
+        status = check(waker.read_config(values, folder), file)
+    except ConfigError as error:
+        status = waker.log_mistakes(error)
+        explain_empty_settings(given or Path(waker.ENV_FILE))
+    os._exit(status)  # paramiko's threads would take 15 s to end
