@@ -994,10 +994,100 @@ def read_config(
     return config._replace(name=config.name or config.host)
 
 
+# ---- The unlocking process -----------------------------------------------------------
+# The daemon unlocks by a child process, `waker.py unlock`, whose memory goes with it.
+# It is given the passphrase, reports that it sends it, and prints the result.
+
+Program = tuple[Sequence[str], Mapping[str, str]]  # its arguments and environment
+
+
+class UnlockProcess:
+    """Keeps the passphrase until it is forgotten, and runs the child process."""
+
+    def __init__(self, program: Program, passphrase: Passphrase) -> None:
+        self._program = program
+        self._passphrase: Passphrase | None = passphrase
+        self._child: Popen[bytes] | None = None  # the last that ran
+        self._is_cancelled = False
+
+    @property
+    def has_run(self) -> bool:
+        return self._child is not None
+
+    def forget_passphrase(self) -> None:
+        self._passphrase = None
+
+    def cancel(self) -> None:
+        """Give and send nothing. A child that is about to send ignores SIGTERM."""
+        self._is_cancelled = True
+        if self._child:
+            self._child.terminate()
+
+    def run(self, tell_sent: Callable[[], None]) -> Result:
+        """Unlock. `tell_sent` is called, perhaps repeatedly, once it may have sent."""
+        try:
+            self._child = child = self._start()
+        except (OSError, MemoryError) as error:
+            reason = getattr(error, "strerror", "there is not enough memory")
+            return make_result(Outcome.ERROR, f"waker unlock cannot start: {reason}")
+        with child:  # waits for its end
+            output = self._talk(child, tell_sent)
+        return self._read_result(output, child.returncode)
+
+    def _start(self) -> "Popen[bytes]":
+        """Start the child. Raises: OSError, MemoryError."""
+        import subprocess
+
+        command, environment = self._program
+        # It inherits blocked signals, and unblocks them when it has read the
+        # passphrase. In its own session, it gets none from a terminal.
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def _talk(self, child: "Popen[bytes]", tell_sent: Callable[[], None]) -> bytes:
+        """Give it the passphrase, and return all that it prints. Kill it in the end."""
+        deadline = time.monotonic() + UNLOCK_SECONDS + REPORT_SECONDS
+        stdin = cast("io.BufferedWriter", child.stdin)
+        stdout = cast("io.BufferedReader", child.stdout).fileno()
+        with contextlib.suppress(BrokenPipeError):  # its output says why
+            if self._passphrase and not self._is_cancelled:
+                stdin.write(self._passphrase.data)  # fits into the pipe
+            stdin.close()
+        output, data = b"", b"x"
+        while data:
+            left = max(deadline - time.monotonic(), 0)
+            if not select.select([stdout], [], [], left)[0]:
+                child.kill()  # its own alarm starts once it has the passphrase
+            data = os.read(stdout, 65536)
+            output += data
+            if SENT_REPORT in output:
+                tell_sent()
+        return output
+
+    def _read_result(self, output: bytes, status: int) -> Result:
+        """Return the result in the last line of the output, or why there is none."""
+        sent = SENT_REPORT in output
+        if self._is_cancelled and not sent:
+            return make_result(Outcome.CANCELLED)
+        with contextlib.suppress(ValueError, LookupError, TypeError):  # no result
+            members = json.loads(output.splitlines()[-1])
+            return Result(OUTCOMES[members["outcome"]], members["message"], sent)
+        reason = f"the unlocking process ended with status {status}; see waker's log"
+        if not sent:
+            return make_result(Outcome.ERROR, reason)
+        words = f"may have been sent, but {reason}"
+        return make_result(Outcome.NOT_CONFIRMED, words, sent=True)
+
+
 # ---- Starting ------------------------------------------------------------------------
-# Wake, wait, unlock and watch, in a thread: the phone may go to sleep. The passphrase
-# is kept until the unlocking process has ended. Only `_show` changes phase, message and
-# outcome. The first look at the ports is fresh, and so is the last.
+# Wake, wait, unlock and watch, in a thread: the phone may go to sleep. Only `_show`
+# changes phase, message and outcome. The first look at the ports is fresh, and so is
+# the last.
 
 PACKET_SECONDS: Final = 10  # between magic packets, while no port is open
 RETRY_SECONDS: Final = 5  # between tries to unlock, while no disk asks
@@ -1043,20 +1133,16 @@ PHASE_AFTER: Final = {
     **dict.fromkeys(SHOULD_BOOT, Phase.BOOTING),
 }
 
-Process = tuple[Sequence[str], Mapping[str, str]]  # a command and its environment
-
 
 class Start:
     """A start, or an unlock, which is a start that does not wait for the initrd."""
 
     def __init__(
-        self, watcher: Watcher, process: Process, passphrase: Passphrase, *, waits: bool
+        self, watcher: Watcher, process: UnlockProcess, *, waits: bool
     ) -> None:
         self._watcher = watcher
-        self._process = process  # unlocks
+        self._process = process
         self._lock = threading.Lock()
-        self._passphrase: Passphrase | None = passphrase  # until it is not needed
-        self._child: Popen[bytes] | None = None  # the last that ran
         self.began = time.monotonic()  # monotonic seconds, like `ended`
         self.ended = math.inf  # while it runs
         self.phase = Phase.WAKING if waits else Phase.UNLOCKING
@@ -1080,65 +1166,18 @@ class Start:
         if is_news:
             log(f"start: {phase.value}: {text}")
 
+    def _show_sent(self) -> None:
+        self.sent = True
+        self._show(Phase.UNLOCKING, "Waiting for the initrd's verdict")
+
     def _finish_unlock(self, result: Result) -> None:
         """Show how the unlock ended, and forget the passphrase."""
-        self._passphrase = None
+        self._process.forget_passphrase()
         self.result = result
         self.sent = result.sent
         phase = PHASE_AFTER.get(result.outcome, Phase.FAILED)
         self._show(phase, result.message, result.outcome)
         self.unlock_ended.set()
-
-    def run_unlock(self) -> Result:
-        """Run the process that unlocks, to its end."""
-        command, environment = self._process
-        try:
-            import subprocess
-
-            # It inherits blocked signals, and unblocks them when it has read the
-            # passphrase. In its own session, it gets none from a terminal.
-            self._child = child = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=environment,
-                start_new_session=True,
-            )
-        except (OSError, MemoryError) as error:
-            reason = getattr(error, "strerror", "there is not enough memory")
-            return make_result(Outcome.ERROR, f"waker unlock cannot start: {reason}")
-        deadline = time.monotonic() + UNLOCK_SECONDS + REPORT_SECONDS
-        output, data = b"", b"x"
-        with child:  # waits for its end
-            stdin = cast("io.BufferedWriter", child.stdin)
-            stdout = cast("io.BufferedReader", child.stdout).fileno()
-            with contextlib.suppress(BrokenPipeError):  # its output says why
-                if self._passphrase and not self.cancelled.is_set():
-                    stdin.write(self._passphrase.data)  # fits into the pipe
-                stdin.close()
-            while data:
-                left = max(deadline - time.monotonic(), 0)
-                if not select.select([stdout], [], [], left)[0]:
-                    child.kill()  # its own alarm starts once it has the passphrase
-                data = os.read(stdout, 65536)
-                output += data
-                if SENT_REPORT in output:
-                    self.sent = True
-                    self._show(Phase.UNLOCKING, "Waiting for the initrd's verdict")
-        return self._read_result(output, child.returncode)
-
-    def _read_result(self, output: bytes, status: int) -> Result:
-        """Return the result in the last line of the process, or why there is none."""
-        if self.cancelled.is_set() and not self.sent:
-            return make_result(Outcome.CANCELLED)
-        with contextlib.suppress(ValueError, LookupError, TypeError):  # no result
-            members = json.loads(output.splitlines()[-1])
-            return Result(OUTCOMES[members["outcome"]], members["message"], self.sent)
-        reason = f"the unlocking process ended with status {status}; see waker's log"
-        if not self.sent:
-            return make_result(Outcome.ERROR, reason)
-        words = f"may have been sent, but {reason}"
-        return make_result(Outcome.NOT_CONFIRMED, words, sent=True)
 
     def _wait_for_initrd(self, deadline: float) -> Result | None:
         """Wake the machine until its initrd listens, or return why it does not."""
@@ -1177,7 +1216,7 @@ class Start:
         self._show(Phase.UNLOCKING, CONNECTING)
         while True:
             began = time.monotonic()
-            result = self.run_unlock()
+            result = self._process.run(self._show_sent)
             if result.outcome is not Outcome.NOT_ASKED:
                 return result
             ended = time.monotonic()
@@ -1191,6 +1230,20 @@ class Start:
             if next_end > give_up:
                 never = make_result(Outcome.NOT_ASKED, NEVER_ASKS)
                 return never if result == make_result(*NO_PROMPT) else result
+
+    def _unlock(self) -> Result:
+        """Unlock, after waking the machine if it waits; return how that ended."""
+        deadline = self.began + START_SECONDS
+        is_at_once = self.phase is Phase.UNLOCKING
+        result = self._process.run(self._show_sent) if is_at_once else None
+        while not result:  # the initrd has come up, or gone away again
+            result = self._wait_for_initrd(deadline) or self._unlock_when_ready()
+        if result.outcome is Outcome.HOST_KEY_DIFFERS:  # the system has its own
+            ports = self._watcher.probe(time.monotonic(), fresh=True)
+            if ports.system is PortState.OPEN:
+                text = f"{Outcome.UP.sentence}, but {result.message}"
+                return result._replace(outcome=Outcome.UP, message=text)
+        return result
 
     def _watch(self, result: Result) -> None:
         """Wait until the system's port opens, or time is up."""
@@ -1210,34 +1263,24 @@ class Start:
         self._show(Phase.CANCELLED, result.message, result.outcome)
 
     def run(self) -> None:
-        """Unlock, after waking the machine if it waits, and watch it boot."""
-        deadline = self.began + START_SECONDS
+        """Unlock, and watch the machine boot. Show even a bug."""
         try:
-            result = None if self.phase is Phase.WAKING else self.run_unlock()
-            while not result:  # the initrd has come up, or gone away again
-                result = self._wait_for_initrd(deadline) or self._unlock_when_ready()
-            if result.outcome is Outcome.HOST_KEY_DIFFERS:  # the system has its own
-                ports = self._watcher.probe(time.monotonic(), fresh=True)
-                if ports.system is PortState.OPEN:
-                    text = f"{Outcome.UP.sentence}, but {result.message}"
-                    result = result._replace(outcome=Outcome.UP, message=text)
-            self._finish_unlock(result)
+            self._finish_unlock(self._unlock())
             if self.phase is Phase.BOOTING:
-                self._watch(result)
+                self._watch(self.result)
         except Exception as error:  # noqa: BLE001 - the status must show a bug
             log(describe_bug(error))
         finally:
             if self.phase in RUNNING:  # there was a bug, and the next may begin
-                may_be_sent = self._child is not None
+                may_be_sent = self._process.has_run
                 words = "The passphrase may have been sent." if may_be_sent else UNSENT
                 text = f"Internal error; see waker's log. {words}"
                 self._finish_unlock(Result(Outcome.ERROR, text, may_be_sent))
 
     def cancel(self) -> None:
-        """Stop watching, and send nothing. What is about to send ignores SIGTERM."""
+        """Stop watching, and send nothing."""
         self.cancelled.set()
-        if self._child:
-            self._child.terminate()
+        self._process.cancel()
 
     def members(self, now: float) -> dict[str, object]:
         """Return what the status says of it."""
@@ -1256,9 +1299,9 @@ class Start:
 class Starter:
     """Runs one start at a time, and keeps the last one for the status."""
 
-    def __init__(self, watcher: Watcher, process: Process) -> None:
+    def __init__(self, watcher: Watcher, program: Program) -> None:
         self._watcher = watcher
-        self._process = process
+        self._program = program
         self._lock = threading.Lock()
         self._last: Start | None = None  # running, or shown until it is forgotten
         self._is_stopping = False
@@ -1279,7 +1322,8 @@ class Starter:
         if problem:
             purpose = "start" if waits else "unlock"
             raise HttpError(500, f"Failed to {purpose}: {problem}. {UNSENT}")
-        start = Start(self._watcher, self._process, passphrase, waits=waits)
+        process = UnlockProcess(self._program, passphrase)
+        start = Start(self._watcher, process, waits=waits)
         # Not a daemon thread: on exit, Python waits for it.
         thread = threading.Thread(target=self._run, args=(start,), daemon=False)
         with self._lock:
@@ -1292,7 +1336,7 @@ class Starter:
             try:
                 thread.start()
             except (RuntimeError, MemoryError):
-                start.cancelled.set()  # it may run after all
+                start.cancel()  # it may run after all
                 raise HttpError(503, "Too busy", ("Retry-After", "5")) from None
             if last:
                 last.cancelled.set()  # it only watches
@@ -1490,13 +1534,13 @@ class Page:
 class App:
     """The parts of the daemon."""
 
-    def __init__(self, config: Config, process: Process) -> None:
+    def __init__(self, config: Config, program: Program) -> None:
         self.config = config
         self.page = Page()
         self.pin_limiter = PinLimiter()
         self.tokens = TokenStore()
         self.watcher = Watcher(config)
-        self.starter = Starter(self.watcher, process)
+        self.starter = Starter(self.watcher, program)
 
 
 def succeed(request: Request, message: str) -> Response:
@@ -1975,8 +2019,8 @@ def run_command(parsed: argparse.Namespace) -> int:
     environment = {n: v for n, v in os.environ.items() if not n.startswith("WAKER_")}
     environment |= {name: values[name] for name in PORTS + LOGIN if name in values}
     environment["WAKER_SSH_KEY"] = str(config.key)
-    program = Path(__file__).resolve() if HERE.is_dir() else HERE
-    unlocks = sys.executable, str(program), "unlock"
+    path = Path(__file__).resolve() if HERE.is_dir() else HERE
+    unlocks = sys.executable, str(path), "unlock"
     return serve(App(config, (unlocks, environment)))
 
 

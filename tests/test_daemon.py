@@ -125,9 +125,8 @@ def test_a_process_that_dies_after_it_sent_is_reported(machine: Machine) -> None
 
 HANGS = """
 import os, waker
-process = ("sleep", "9"), os.environ
-watcher = waker.Watcher(waker.Config())
-print(waker.Start(watcher, process, waker.Passphrase("x"), waits=False).run_unlock())
+program = ("sleep", "9"), os.environ
+print(waker.UnlockProcess(program, waker.Passphrase("x")).run(print))
 """
 
 
@@ -146,9 +145,8 @@ def test_a_process_that_hangs_ends_in_time(tmp_path: Path) -> None:
 
 def unlock_by(*command: str) -> Any:
     """Unlock by a process of which the test says what it does."""
-    watcher, passphrase = waker.Watcher(waker.Config()), waker.Passphrase(PASSPHRASE)
-    process = command, os.environ
-    return waker.Start(watcher, process, passphrase, waits=False).run_unlock()
+    passphrase = waker.Passphrase(PASSPHRASE)
+    return waker.UnlockProcess((command, os.environ), passphrase).run(lambda: None)
 
 
 def test_an_unlock_needs_no_other_thread() -> None:

@@ -356,12 +356,10 @@ def test_a_cancel_sends_nothing_or_keeps_what_was_reported(
 
 
 def test_a_cancel_before_the_process_begins_gives_it_nothing(tmp_path: Path) -> None:
-    process = ["tee", str(tmp_path / "given")], os.environ
-    passphrase = waker.Passphrase(PASSPHRASE)
-    watcher = waker.Watcher(waker.Config())
-    start = waker.Start(watcher, process, passphrase, waits=False)
-    start.cancel()
-    result = start.run_unlock()
+    program = ["tee", str(tmp_path / "given")], os.environ
+    process = waker.UnlockProcess(program, waker.Passphrase(PASSPHRASE))
+    process.cancel()
+    result = process.run(pytest.fail)
     assert (result.outcome.word, result.sent) == ("cancelled", False)
     assert tmp_path.joinpath("given").read_bytes() == b""
 
