@@ -182,6 +182,7 @@ class Config(NamedTuple):
     mac: Mac = Mac(b"")
     broadcast: str = ""  # an IPv4 address
     name: str = ""
+    link: str = ""  # for people, once the machine is up
     initrd_port: int = 0
     system_port: int = 0
     user: str = ""
@@ -886,6 +887,7 @@ PARSE_USER: Final = functools.partial(match_whole, "[!-~]{1,64}")
 PARSE_NAME: Final = functools.partial(
     match_whole, r"[^\0-\x1f\x7f-\x9f\ud800-\udfff]{0,64}"
 )
+PARSE_LINK: Final = functools.partial(match_whole, r"(https?://[\w\[][!-~]*)?")
 SETTINGS: Final[Mapping[str, Setting]] = {
     "WAKER_HOMELAB_HOST": ("host", "", plain_address, "the server's IP address"),
     "WAKER_INITRD_SSH_PORT": ("initrd_port", "2222", parse_port, "a port, 1 to 65535"),
@@ -896,6 +898,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
     "WAKER_HOMELAB_MAC": ("mac", "", parse_mac, "a MAC address: 52:54:00:12:34:56"),
     "WAKER_HOMELAB_BROADCAST": ("broadcast", LIMITED, parse_ipv4, "an IPv4 address"),
     "WAKER_HOMELAB_NAME": ("name", "", PARSE_NAME, "a name of at most 64 characters"),
+    "WAKER_HOMELAB_LINK": ("link", "", PARSE_LINK, "an http or https address"),
     "WAKER_PIN": ("pin", "", Pin, "8 to 128 characters, without a space at either end"),
     "WAKER_LISTEN": ("listen", "[::]:8080", parse_listen, "written as 0.0.0.0:8080"),
     "WAKER_TRUSTED_PROXY": ("proxies", "", parse_addresses, "addresses: 127.0.0.1,::1"),
@@ -1143,6 +1146,7 @@ class Start:
         self._watcher = watcher
         self._process = process
         self._lock = threading.Lock()
+        self.id = secrets.randbits(32)  # no other has it, even after a restart of waker
         self.began = time.monotonic()  # monotonic seconds, like `ended`
         self.ended = math.inf  # while it runs
         self.phase = Phase.WAKING if waits else Phase.UNLOCKING
@@ -1153,14 +1157,14 @@ class Start:
         self.result = Result(Outcome.ERROR, "", sent=True)  # until `unlock_ended`
         self.unlock_ended = threading.Event()
         self.cancelled = threading.Event()
-        self._times = {self.phase.value: 0}  # seconds from the start to each phase
+        self.times = {self.phase.value: 0}  # seconds from the start to each phase
 
     def _show(self, phase: Phase, text: str, outcome: Outcome | None = None) -> None:
         """Change what the status shows. It must stay true until the next change."""
         with self._lock:
             is_news = (phase, text) != (self.phase, self.message)
             self.phase, self.message, self.outcome = phase, text, outcome
-            self._times.setdefault(phase.value, int(time.monotonic() - self.began))
+            self.times.setdefault(phase.value, int(time.monotonic() - self.began))
             if phase not in RUNNING:
                 self.ended = time.monotonic()
         if is_news:
@@ -1286,14 +1290,20 @@ class Start:
         """Return what the status says of it."""
         with self._lock:
             return {
+                "id": self.id,
                 "phase": self.phase.value,
                 "outcome": self.outcome.word if self.outcome else None,
                 "message": self.message,
                 "seconds": max(int(min(now, self.ended) - self.began), 0),
                 "sent": self.sent,
                 "woke": self.woke,
-                "times": dict(self._times),
+                "times": dict(self.times),
             }
+
+
+def find_median(seconds: Sequence[float]) -> int | None:
+    """Return the median in whole seconds; of an even number, the larger one."""
+    return int(sorted(seconds)[len(seconds) // 2]) if seconds else None
 
 
 class Starter:
@@ -1305,12 +1315,12 @@ class Starter:
         self._lock = threading.Lock()
         self._last: Start | None = None  # running, or shown until it is forgotten
         self._is_stopping = False
-        self._durations: deque[float] = deque(maxlen=5)  # seconds
+        self._usual: deque[Start] = deque(maxlen=5)  # woke the machine until it was up
 
     def _run(self, start: Start) -> None:
         start.run()
         if start.woke and start.outcome is Outcome.UP:
-            self._durations.append(start.ended - start.began)
+            self._usual.append(start)
 
     def begin(self, passphrase: Passphrase, *, waits: bool) -> Start:
         """Begin a start or an unlock, which may replace one that only watches.
@@ -1368,15 +1378,20 @@ class Starter:
                 if is_over or start.ended + SHOWN_SECONDS < now:
                     self._last = None
 
-    def members(self, now: float) -> dict[str, object]:
-        """Return the start's part of GET /api/status."""
+    def usual_times(self) -> dict[str, int | None]:
+        """Return the members of the status that say how long starts take."""
+        usual = [*self._usual]
+        unlocked = [each.times["booting"] for each in usual if "booting" in each.times]
+        return {
+            "usual_seconds": find_median([each.ended - each.began for each in usual]),
+            "usual_unlock_seconds": find_median(unlocked),
+        }
+
+    def members(self, now: float) -> dict[str, object] | None:
+        """Return what the status says of the start, if it shows one."""
         with self._lock:
             start = self._last
-        usual = sorted(self._durations)
-        return {
-            "usual_seconds": int(usual[len(usual) // 2]) if usual else None,
-            "start": start.members(now) if start else None,
-        }
+        return start.members(now) if start else None
 
 
 # ---- Tokens and attempts -------------------------------------------------------------
@@ -1551,8 +1566,13 @@ def succeed(request: Request, message: str) -> Response:
 def status_members(app: App, now: float) -> dict[str, object]:
     ports = app.watcher.probe_for_status(now)
     app.starter.forget(now, app.watcher.system_open_at)
-    start = app.starter.members(now)
-    return {"name": app.config.name, **ports.members(), **start}
+    return {
+        "name": app.config.name,
+        **ports.members(),
+        **app.starter.usual_times(),
+        "link": app.config.link or None,
+        "start": app.starter.members(now),
+    }
 
 
 def post_auth(app: App, request: Request) -> Response:

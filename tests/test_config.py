@@ -83,6 +83,7 @@ WRONG = {
     "HOMELAB_MAC": ("52:54:00:12:99", "00:00:00:00:00:00", "01:00:5e:00:00:01"),
     "HOMELAB_HOST": ("nas.lan", "192.0.2.256", "fe80::1%eth0"),
     "HOMELAB_BROADCAST": ("::2", "192.0.2", "all"),
+    "HOMELAB_LINK": ("nas.lan", "javascript://nas/", "https://", "https://nas lan/"),
     "INITRD_SSH_PORT": ("65536", "-2222", "by name"),
     "SYSTEM_SSH_PORT": ("65537", "-22", "22.0"),
     "SSH_KEY": ("~/.ssh/id_ed25519",),
@@ -267,9 +268,12 @@ def test_settings_come_from_a_file_and_the_environment_wins(machine: Machine) ->
     file.write_text("\n".join(lines).replace(str(machine.ssh_key), "ssh_key"))
     link.symlink_to(file)
     program = *MODULE, "--env-file", str(link)
-    with daemon({"WAKER_HOMELAB_NAME": "another"}, program=program) as started:
+    others = {"HOMELAB_NAME": "another", "HOMELAB_LINK": "http://[::1]:8096/x?y#z"}
+    settings = {f"WAKER_{name}": value for name, value in others.items()}
+    with daemon(settings, program=program) as started:
         client = started.client.log_in()
-        assert client.status()["name"] == "another"
+        status = client.status()
+        assert [status["name"], status["link"]] == [*others.values()]
         assert client.unlock().status == 200
     assert machine.received() == [PASSPHRASE.encode()]
 

@@ -66,8 +66,9 @@ def test_a_start_wakes_unlocks_and_watches(machine: Machine) -> None:
             packets += wait_for(machine.packets)
         assert {*packets} == {PACKET}
         machine.ask()
-        start = wait_until(client, "booting")
+        start, first = wait_until(client, "booting"), start
         assert (start["outcome"], start["sent"]) == ("unlocked", True)
+        assert start["id"] == first["id"]
         assert "root" in start["message"]
         assert started.busy(1) < 0.1
         machine.show(CLOSED, CLOSED).show(CLOSED, OPEN)
@@ -82,6 +83,7 @@ def test_a_start_wakes_unlocks_and_watches(machine: Machine) -> None:
         client.start("another")
         start = wait_until(client, "done")
         assert (start["outcome"], start["sent"]) == ("up", False)
+        assert start["id"] != first["id"]
         assert "not sent" in start["message"]
         assert machine.packets() == []
         assert client.call("DELETE", "/api/start").status == 409
@@ -470,7 +472,7 @@ def starter_of(
 
 
 def run_start(starter: waker.Starter, ago: float = 0, *, cancel: bool = False) -> Any:
-    """Run a start to its end; returns what the status says of the starts."""
+    """Run a start to its end; returns what the status says of it."""
     others = {*threading.enumerate()}  # some of an earlier test may end meanwhile
     starter.begin(waker.Passphrase(PASSPHRASE), waits=True).began -= ago
     if cancel:
@@ -489,22 +491,28 @@ def test_the_passphrase_is_forgotten_once_the_unlock_ends(machine: Machine) -> N
     del passphrase
     start.unlock_ended.wait()
     wait_for(lambda: its() is None)
-    assert starter.members(time.monotonic())["start"]
+    assert starter.members(time.monotonic())
 
 
 def test_the_usual_time_is_the_median_of_the_last_five(machine: Machine) -> None:
-    """One that sent no packet, or found no system, does not count."""
-    starter, watcher = starter_of(machine)
+    """One that sent no packet, or found no system, does not count.
+
+    Nor does one that somebody unlocked at the server, for the time to unlock.
+    """
+    starter, watcher = starter_of(machine, ["/bin/echo", result_of("unlocked")])
     seen = []
     for ago, found in (
         (300, [UP]),
         (900, [OFF] * 9),
-        *((ago, [OFF, UP]) for ago in (600, 500, 10, 550, 510, 20)),
+        *((ago, [OFF, UP]) for ago in (600, 500, 10)),
+        *((ago, [OFF, LOCKED, UP]) for ago in (550, 510, 20)),
     ):
         watcher.found = [*found]
-        shown = run_start(starter, ago, cancel=UP not in found)
-        seen.append((shown["usual_seconds"] or 0) // 10)
-    assert seen == [0, 0, 60, 60, 50, 55, 51, 50]
+        run_start(starter, ago, cancel=UP not in found)
+        seen.append([(usual or 0) // 10 for usual in starter.usual_times().values()])
+    whole, to_unlock = zip(*seen, strict=True)
+    assert whole == (0, 0, 60, 60, 50, 55, 51, 50)
+    assert to_unlock == (0, 0, 0, 0, 0, 55, 55, 51)
 
 
 class Unnamed(type):
@@ -523,11 +531,11 @@ def test_a_bug_ends_a_start_and_the_next_may_begin(
     starter, watcher = starter_of(machine, ["/bin/echo", result_of("unlocked")])
     for kind in (type, Unnamed) * 2:
         watcher.error = kind("Bug", (Exception,), {})
-        start = run_start(starter)["start"]
+        start = run_start(starter)
         assert (start["phase"], start["sent"]) == ("failed", False)
         assert re.search("Internal error.*was not sent", start["message"])
     watcher.error, watcher.found = None, [LOCKED]  # the next look is a bug
-    start = run_start(starter)["start"]
+    start = run_start(starter)
     assert (start["phase"], start["sent"]) == ("failed", True)
     assert re.search("Internal error.* may have been sent", start["message"])
     log = capfd.readouterr().err
@@ -544,9 +552,9 @@ def test_a_start_that_gets_no_thread_has_not_begun(machine: Machine) -> None:
                 run_start(starter)
         finally:
             threading.stack_size(usual)
-        start: Any = starter.members(time.monotonic())["start"]
+        start: Any = starter.members(time.monotonic())
         assert (start and start["phase"]) == shown
-        assert run_start(starter)["start"]["phase"] == "done"
+        assert run_start(starter)["phase"] == "done"
 
 
 def test_a_start_that_gets_no_thread_replaces_no_watch(machine: Machine) -> None:
