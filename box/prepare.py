@@ -4,11 +4,12 @@ The user whose SSH keys log in to the server runs this. If only root may change 
 folder with waker.env and the key, sudo runs this file again: with `--own-key` to read
 the public key, and with `--settle` to write the settings.
 
-prepare.py, the files beside it and the public key travel in ssh's command line. That
-leaves the terminal to the passwords and to prepare.py's question. The answer is
-whatever a server prints. Only five settings are accepted, between two lines with a
-nonce, if prepare.py succeeded and waker's own parsers accept every value, and notes for
-the owner, which are shown again at the end. Otherwise, nothing is written.
+The server's prepare.py, which is server/prepare.py here, travels in ssh's command line
+with the files beside it and the public key. That leaves the terminal to the passwords
+and to its question. The answer is whatever a server prints. Only five settings are
+accepted, between two lines with a nonce, if the server's prepare.py succeeded and
+waker's own parsers accept every value, and notes for the owner, which are shown again
+at the end. Otherwise, nothing is written.
 """
 
 import argparse
@@ -42,9 +43,9 @@ OURSELVES: Final = (
 )
 DEFAULTS: Final = {name: default for name, (_, default, *_) in waker.SETTINGS.items()}
 MAX_OUTPUT: Final = 1 << 20  # bytes of a server's output; a preparation prints less
-# What the owner must read at the end, as prepare.py prints it.
+# What the owner must read at the end, as the server's prepare.py prints it.
 NOTE: Final = re.compile("(?:WARNING|TO DO): [ -~]{1,300}")
-MAX_NOTES: Final = 3  # lines; prepare.py has two
+MAX_NOTES: Final = 3  # lines; the server's prepare.py has two
 MAX_KEY: Final = 8192  # characters of a public key's line; the largest have 3,000
 EXPLAINED: Final = 3  # exit status of a failure with a message; sudo's own is 1
 # Ends whatever sequence the server's last bytes began, and resets colours and letters:
@@ -153,9 +154,9 @@ def fill_in(text: str, values: Mapping[str, str]) -> str:
 
 
 def remote_command(arguments: str) -> str:
-    """Return the command that runs prepare.py, for any login shell.
+    """Return the command that runs the server's prepare.py, for any login shell.
 
-    `arguments` are those of prepare.py, quoted for sh.
+    Its arguments are quoted for sh.
     """
     sources, packed = read_sources(), io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
@@ -170,7 +171,7 @@ def remote_command(arguments: str) -> str:
     script = script.replace("@FILES@", files).replace("@ARGUMENTS@", arguments)
     encoded = base64.b64encode(script.encode()).decode()
     # Every shell leaves this alone between single quotes. The terminal must stay the
-    # standard input: sudo and prepare.py read from it.
+    # standard input: sudo and the server's prepare.py read from it.
     return f"exec sh -c 'eval \"$(echo {encoded} | base64 -d)\"'"
 
 
