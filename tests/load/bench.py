@@ -1,4 +1,4 @@
-"""waker beside an empty server and `ssh`, in the same run: `make bench`, as root.
+"""waker beside an empty server, plain paramiko and `ssh`: `make bench`, as root.
 
 They take turns in each round. docs/load.md explains the figures. Times begin with the
 start of the process; MB are its resident set. ApacheBench asks for 8 pages at a time.
@@ -48,6 +48,28 @@ print("it listens on port", server.server_port, file=sys.stderr, flush=True)
 server.serve_forever()
 """
 EMPTY = sys.executable, "-c", EMPTY_SERVER
+# What an unlock needs of paramiko.
+PLAIN_UNLOCK = """
+import os, sys
+import paramiko
+
+names = "HOMELAB_HOST", "INITRD_SSH_PORT", "SSH_KEY", "SSH_HOST_KEY"
+host, port, key, pinned = (os.environ[f"WAKER_{name}"] for name in names)
+transport = paramiko.Transport((host, int(port)))
+transport.start_client()
+if transport.get_remote_server_key().get_base64() not in pinned.split():
+    sys.exit("the host key differs")
+transport.auth_publickey("root", paramiko.Ed25519Key.from_private_key_file(key))
+channel = transport.open_session()
+channel.exec_command("cryptroot-unlock")
+if b"Please unlock disk root" in channel.recv(100):
+    channel.sendall(sys.stdin.buffer.read())
+    channel.shutdown_write()
+status = channel.recv_exit_status()
+transport.close()
+sys.exit(status)
+"""
+PARAMIKO = sys.executable, "-c", PLAIN_UNLOCK
 LATER = "MB after 1,000, and an unlock by waker"
 INSTALLED = CHECKOUT / "dist/installed"
 WAKER = sys.executable, str(INSTALLED)
@@ -103,16 +125,17 @@ def medians(rounds: Sequence[Figures]) -> Figures:
 
 
 def compare(
-    names: Sequence[str], rounds: Sequence[tuple[Figures, Figures]]
+    names: Sequence[str], rounds: Sequence[Sequence[Figures]]
 ) -> tuple[Figures, Figures]:
-    """Print medians; returns the second one's, and their ratios to the first one's."""
-    first, second = map(medians, zip(*rounds, strict=True))
-    pairs = [zip(*pair, strict=True) for pair in rounds]
-    ratios = medians([[y / x for x, y in pair] for pair in pairs])
-    show_row(names[0], *map(figure, first))
-    cells = zip(map(figure, second), ratios, strict=True)
-    show_row(names[1], *(f"{cell} x{ratio:.2f}" for cell, ratio in cells))
-    return second, ratios
+    """Print medians; returns the last one's, and their ratios to the first one's."""
+    first, *others = zip(*rounds, strict=True)
+    show_row(names[0], *map(figure, medians(first)))
+    for name, figures in zip(names[1:], others, strict=True):
+        pairs = [zip(*pair, strict=True) for pair in zip(first, figures, strict=True)]
+        ratios = medians([[y / x for x, y in pair] for pair in pairs])
+        cells = zip(map(figure, medians(figures)), ratios, strict=True)
+        show_row(name, *(f"{cell} x{ratio:.2f}" for cell, ratio in cells))
+    return medians(figures), ratios
 
 
 def main(times: int) -> int:
@@ -122,20 +145,22 @@ def main(times: int) -> int:
     subprocess.run([*compiler, CHECKOUT / "dist/waker", INSTALLED], check=True)
     with tempfile.TemporaryDirectory() as name, closing(Machine(Path(name))) as machine:
         show_head("server", "ms to the first page", "MB", "pages a second", LATER)
-        rounds = [(serve(machine, EMPTY), serve(machine, WAKER)) for _ in range(times)]
+        rounds = [
+            [serve(machine, each) for each in (EMPTY, WAKER)] for _ in range(times)
+        ]
         figures, ratios = compare(["http.server", "waker"], rounds)
         show_head("unlock", "ms")
         ssh = *ssh_to(machine.folder, machine.settings()), "cryptroot-unlock"
-        own = *WAKER, "unlock"
-        rounds = [(unlock(machine, ssh), unlock(machine, own)) for _ in range(times)]
-        _, (slower,) = compare(["ssh", "waker"], rounds)
+        ways = PARAMIKO, ssh, (*WAKER, "unlock")
+        rounds = [[unlock(machine, each) for each in ways] for _ in range(times)]
+        _, (slower,) = compare(["paramiko", "ssh", "waker"], rounds)
     kept = figures[3] - figures[1]
     promises = {
         "at most x1.45 of the time to the first page": ratios[0] <= 1.45,
         "at most x1.25 of the memory": ratios[1] <= 1.25,
         "at least x0.9 of the pages": ratios[2] >= 0.9,
         "after an unlock, at most 1 MB more than at first": kept <= 1,
-        "at most x1.5 of the time of an unlock": slower <= 1.5,
+        "an unlock takes no longer": slower <= 1,
     }
     show_head("promise", "result")
     for promise, holds in promises.items():
