@@ -1959,8 +1959,8 @@ def read_passphrase() -> Passphrase:
     return Passphrase(given.decode().removesuffix("\n"))
 
 
-def read_and_unlock(config: Config, seconds: int) -> Result:
-    """Read a passphrase, and unlock within `seconds`."""
+def read_and_unlock(config: Config) -> Result:
+    """Read a passphrase, and unlock within UNLOCK_SECONDS."""
     try:
         passphrase = read_passphrase()
     except KeyboardInterrupt:
@@ -1972,14 +1972,15 @@ def read_and_unlock(config: Config, seconds: int) -> Result:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # end without a traceback
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # or a cancel has no effect
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the daemon blocks them
-    signal.alarm(seconds)  # ends the process even if something hangs
-    return unlock(config, passphrase, time.monotonic() + seconds - REPORT_SECONDS)
+    signal.alarm(UNLOCK_SECONDS)  # ends the process even if something hangs
+    deadline = time.monotonic() + UNLOCK_SECONDS - REPORT_SECONDS
+    return unlock(config, passphrase, deadline)
 
 
-def print_unlock(config: Config, seconds: int) -> int:
+def print_unlock(config: Config) -> int:
     """Unlock, print the result, and return the exit status."""
     try:
-        result = read_and_unlock(config, seconds)
+        result = read_and_unlock(config)
         members = result._asdict() | {"outcome": result.outcome.word}
         os.write(1, f"{json.dumps(members)}\n".encode())
     except BrokenPipeError:  # the daemon has ended
@@ -2004,13 +2005,8 @@ def parse_argv(argv: Sequence[str], commands: dict[str, str]) -> argparse.Namesp
     add = parser.add_argument
     add("--version", action="version", version=f"waker {__version__}")
     add("--env-file", metavar="FILE", type=Path, help="settings: lines NAME=value")
-    limit = "seconds for unlock, 6 to 9999"
-    add("--seconds", metavar="N", type=int, default=UNLOCK_SECONDS, help=limit)
     add("command", nargs="?", choices=commands, default="serve", help="what to do")
-    parsed = parser.parse_args(argv)
-    if not REPORT_SECONDS < parsed.seconds < 10_000:
-        parser.error("argument --seconds: N must be 6 to 9999")
-    return parsed
+    return parser.parse_args(argv)
 
 
 def read_values(env_file: Path | None) -> tuple[dict[str, str], Path, Path | None]:
@@ -2033,7 +2029,7 @@ def run_command(parsed: argparse.Namespace) -> int:
         print(json.dumps(ports.members()))
         return 0
     if parsed.command == "unlock":
-        return print_unlock(read_config(values, folder, PORTS + LOGIN), parsed.seconds)
+        return print_unlock(read_config(values, folder, PORTS + LOGIN))
     config = read_config(values, folder)
     # For the process that unlocks: not the PIN. PYTHONPATH may lead to paramiko.
     environment = {n: v for n, v in os.environ.items() if not n.startswith("WAKER_")}

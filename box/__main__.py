@@ -14,7 +14,6 @@ COMMANDS = waker.COMMANDS | {
     "check": "find out why waking or unlocking does not work",
     "uninstall": "remove waker from this box",
 }
-TAKE_A_VALUE = "--env-file", "--seconds"
 
 
 def split(arguments: list[str]) -> tuple[str, list[str]]:
@@ -24,7 +23,7 @@ def split(arguments: list[str]) -> tuple[str, list[str]]:
     """
     place = 0
     while place < len(arguments) and arguments[place].startswith("-"):
-        place += 2 if arguments[place] in TAKE_A_VALUE else 1
+        place += 2 if arguments[place] == "--env-file" else 1
     command = "".join(arguments[place : place + 1])
     return command, arguments[:place] + arguments[place + 1 :]
 

@@ -135,11 +135,11 @@ def test_a_process_that_hangs_ends_in_time(tmp_path: Path) -> None:
 
     The daemon kills it five seconds after its time is up: here, after one second.
     """
-    program = shortened(tmp_path, UNLOCK_SECONDS=-4)
+    shortened(tmp_path, UNLOCK_SECONDS=-4)
     assert "status -9" in run_python(HANGS, tmp_path)
     tmp_path.joinpath("paramiko.py").write_text("import time; time.sleep(60)")
-    shortest = "unlock", "--seconds=6"
-    ended = run_waker(*shortest, settings=MACHINE, given=PASSPHRASE, program=program)
+    program = shortened(tmp_path, UNLOCK_SECONDS=6)
+    ended = run_waker("unlock", settings=MACHINE, given=PASSPHRASE, program=program)
     assert ended.returncode == -signal.SIGALRM
 
 
@@ -245,7 +245,6 @@ def test_a_command_that_cannot_run_says_so_by_its_status() -> None:
         settings = MACHINE | {"WAKER_PIN": PIN, "WAKER_LISTEN": address}
         for command, status in {
             "shutdown": 2,
-            "--seconds 5 unlock": 2,
             "--env-file /nowhere/waker.env": 78,
         }.items():
             ended = run_waker(*command.split(), settings=settings)

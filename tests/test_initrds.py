@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CHECKOUT, ODD_PASSPHRASE, need, wait_for, wait_for_process
+from conftest import (
+    CHECKOUT,
+    ODD_PASSPHRASE,
+    need,
+    shortened,
+    wait_for,
+    wait_for_process,
+)
 from homelab import Settings, new_key
 from ssh_servers import (
     ALONE,
@@ -186,7 +193,8 @@ def test_a_disk_opened_at_the_console_is_not_unlocked(tmp_path: Path) -> None:
         " echo x | systemd-tty-ask-password-agent --query) &"
     )
     with systemd(tmp_path, ROOT, console) as settings:
-        with about_to_send(settings, "x", seconds=18) as child:
+        program = shortened(tmp_path, UNLOCK_SECONDS=18)
+        with about_to_send(settings, "x", program=program) as child:
             (tmp_path / "console").touch()
             wait_for((tmp_path / "opened/root").exists)
             result = child.finish()

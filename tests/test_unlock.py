@@ -285,7 +285,8 @@ def test_input_that_is_no_passphrase_is_an_error(tmp_path: Path, given: str) -> 
 def test_a_person_may_take_time_to_type(machine: Machine) -> None:
     """The seconds that an unlock has begin afterwards."""
     seconds = 12
-    with unlocking(machine.ask().settings(), seconds) as child:
+    program = shortened(machine.folder, UNLOCK_SECONDS=seconds)
+    with unlocking(machine.ask().settings(), program=program) as child:
         time.sleep(seconds + 1)
         child.give(PASSPHRASE)
         assert child.finish()["outcome"] == "unlocked"
@@ -465,7 +466,8 @@ def test_a_short_failure_is_survived_and_a_long_one_noticed(
     Then it fails again, when nothing is left to send. Neither waits for the deadline.
     """
     router, server, _ = home
-    address, program = "192.168.77.20", shortened(tmp_path, LOST_SECONDS=5)
+    address = "192.168.77.20"
+    program = shortened(tmp_path, LOST_SECONDS=5, UNLOCK_SECONDS=40)
 
     def link(state: str) -> None:
         ip(f"-n {server.name} link set eth0 {state}")
@@ -483,7 +485,7 @@ def test_a_short_failure_is_survived_and_a_long_one_noticed(
         at = tcp_server(liar.serve, address)
         port = server.run(lambda: stack.enter_context(at))
         settings = settings_at(tmp_path, port, HOMELAB_HOST=address)
-        starting = about_to_send(settings, seconds=40, program=program)
+        starting = about_to_send(settings, program=program)
         child = router.run(lambda: stack.enter_context(starting))
         pool = stack.enter_context(ThreadPoolExecutor())
         link("down")
@@ -538,9 +540,10 @@ def test_an_attack_does_not_change_what_is_reported(
     tmp_path: Path, liar: Liar, pattern: str
 ) -> None:
     """It unsays no success, and a lack of memory is not taken for a refusal."""
-    program = shortened(tmp_path, STILL_SECONDS=0.3)  # or a busy computer is too slow
+    # With STILL_SECONDS as they are, a busy computer is too slow.
+    program = shortened(tmp_path, STILL_SECONDS=0.3, UNLOCK_SECONDS=12)
     with tcp_server(liar.serve) as port:
-        message = unlock(settings_at(tmp_path, port), seconds=12, program=program)
+        message = unlock(settings_at(tmp_path, port), program=program)
     assert re.match(pattern, message)
     assert liar.received == [RIGHT] * (pattern == "unlocked")
 
@@ -712,9 +715,10 @@ def test_a_box_that_loads_paramiko_slowly(tmp_path: Path, silence: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORT)
     hole = blackhole("127.0.0.1", silent_port := free_port())
     server = tcp_server(Liar(pause_seconds=20).serve)
+    program = shortened(tmp_path, UNLOCK_SECONDS=7)
     with server as port, hole, socket.create_server(("127.0.0.1", 0)) as mute:
         ports = [mute.getsockname()[1], port, silent_port]
         ports_of = dict(zip(SILENCES, ports, strict=True))
         settings = settings_at(tmp_path, ports_of[silence])
         settings["PYTHONPATH"] = str(tmp_path)
-        assert re.match("not_asked: ", unlock(settings, seconds=7))
+        assert re.match("not_asked: ", unlock(settings, program=program))

@@ -96,14 +96,10 @@ def process(
 def unlock(
     settings: Settings,
     given: str = PASSPHRASE,
-    seconds: int = 60,
     program: Sequence[str] = MODULE,
 ) -> str:
     """Run `waker unlock`; returns the outcome and the message."""
-    options = f"--seconds={seconds}"
-    ended = run_waker(
-        "unlock", options, settings=settings, given=given, program=program
-    )
+    ended = run_waker("unlock", settings=settings, given=given, program=program)
     assert ended.stdout, ended.stderr
     result = json.loads(ended.stdout.splitlines()[-1])
     return f"{result['outcome']}: {result['message']}"
@@ -154,7 +150,6 @@ DEFAULT = "env", "--default-signal=INT,HUP"  # nohup would ignore them
 @contextlib.contextmanager
 def unlocking(
     settings: Settings,
-    seconds: int = 60,
     by: Sequence[str] = DEFAULT,
     program: Sequence[str] = MODULE,
 ) -> Iterator[Unlocking]:
@@ -162,7 +157,7 @@ def unlocking(
     output, its = os.pipe()
     os.write(its, b"\n" * fcntl.fcntl(its, fcntl.F_SETPIPE_SZ, 1))
     with subprocess.Popen(
-        [*by, *program, "unlock", f"--seconds={seconds}"],
+        [*by, *program, "unlock"],
         cwd=CHECKOUT,
         env=environment(settings),
         stdin=subprocess.PIPE,
@@ -181,11 +176,10 @@ def unlocking(
 def about_to_send(
     settings: Settings,
     given: str = PASSPHRASE,
-    seconds: int = 60,
     program: Sequence[str] = MODULE,
 ) -> Iterator[Unlocking]:
     """Run `waker unlock` until a disk has asked, and nothing was sent yet."""
-    with unlocking(settings, seconds, program=program) as child:
+    with unlocking(settings, program=program) as child:
         child.give(given)
         wait_for(child.is_about_to_send)
         yield child
