@@ -233,7 +233,8 @@ class Outcome(enum.Enum):
 
 
 OUTCOMES: Final = {outcome.word: outcome for outcome in Outcome}
-IMPLY_SENT: Final = Outcome.UNLOCKED, Outcome.WRONG_PASSPHRASE, Outcome.NOT_CONFIRMED
+# Their own words say whether it was sent.
+SAY_SENT: Final = Outcome.UNLOCKED, Outcome.WRONG_PASSPHRASE, Outcome.NOT_CONFIRMED
 
 
 class Result(NamedTuple):
@@ -246,7 +247,7 @@ class Result(NamedTuple):
 
 def make_result(outcome: Outcome, words: str = "", *, sent: bool = False) -> Result:
     message = f"{outcome.sentence}{words}."
-    if outcome not in IMPLY_SENT:
+    if outcome not in SAY_SENT:
         message += " The passphrase was sent." if sent else f" {UNSENT}"
     return Result(outcome, message, sent)
 
@@ -302,7 +303,7 @@ BY_STATUS: Final = {0: (Outcome.ALREADY_OPEN, ""), 126: NO_COMMAND, 127: NO_COMM
 # passphrase, a token, or the text of an exception, which might quote one.
 
 MAX_LOG_LINE: Final = 1000  # characters; less than PIPE_BUF, so a write is atomic
-LOG_LOCK: Final = threading.Lock()  # so that no thread fills the room another saw
+LOG_LOCK: Final = threading.Lock()  # or another thread could fill the room first
 
 
 def printable(text: str) -> str:
@@ -333,16 +334,17 @@ def describe_bug(error: BaseException) -> str:
 
 PROBE_SECONDS: Final = 0.4  # for each port to answer: a LAN takes milliseconds
 SYSTEM_SECONDS: Final = 8  # between probes of the system's port
-OPEN_SECONDS: Final = 10  # after it was open, for a port to survive one silence
+OPEN_SECONDS: Final = 10  # after a port was seen open, to ignore one lost packet
 LIMIT_SECONDS: Final = 30  # in which `ufw limit` refuses the sixth connection
-MAX_ANSWERS: Final = 4  # connections in that time; the owner's own SSH needs one more
+MAX_OPENS: Final = 4  # connections in that time; the owner's own SSH needs one more
 LIMITED: Final = "255.255.255.255"  # has no route, and crosses no router
 
 
 def find_source_address(config: Config, *, to_neighbour: bool = False) -> str:
     """Return the address that the magic packet leaves from. Raises: OSError.
 
-    With `to_neighbour`, also if it needs a router, or is a broadcast address.
+    With `to_neighbour`, PermissionError means that it goes to a broadcast address of a
+    network of this box, and any other OSError that it needs a router.
     """
     toward = config.host if config.broadcast == LIMITED else config.broadcast
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
@@ -355,48 +357,50 @@ def find_source_address(config: Config, *, to_neighbour: bool = False) -> str:
 class Destination(enum.Enum):
     """What the magic packet is sent to, as this box's kernel sees it."""
 
-    BROADCAST = "a broadcast address of a network of this box"
-    DEVICE = "another address on such a network"
-    ELSEWHERE = "an address on another network"
+    BROADCAST = enum.auto()  # a broadcast address of a network of this box
+    DEVICE = enum.auto()  # another address on such a network
+    ELSEWHERE = enum.auto()  # an address on another network
 
 
 def find_destination(config: Config) -> Destination:
     """Return what the packet is sent to; for LIMITED, what the machine's address is."""
-    source = find_source_address
     try:
-        is_near = source(config, to_neighbour=True) == source(config)
+        direct = find_source_address(config, to_neighbour=True)
+        routed = find_source_address(config)
     except PermissionError:
         return Destination.BROADCAST
     except OSError:
-        is_near = False
-    return Destination.DEVICE if is_near else Destination.ELSEWHERE
+        return Destination.ELSEWHERE
+    # A policy may route packets to a neighbour by another interface.
+    return Destination.DEVICE if direct == routed else Destination.ELSEWHERE
 
 
 def find_packet_problem(config: Config) -> str:
     """Return why the magic packet reaches no sleeping machine, or an empty string."""
     destination = find_destination(config)
-    is_elsewhere = destination is Destination.ELSEWHERE
     if config.broadcast == LIMITED:
-        problem = f"the server is on another network, and {LIMITED} crosses no router"
-        return problem if is_elsewhere else ""
-    is_wrong = destination is Destination.DEVICE
-    if is_elsewhere:  # only a netmask is surely wrong
-        is_wrong = ipaddress.ip_address(config.broadcast).is_reserved
-    return f"{config.broadcast} is not a broadcast address here" if is_wrong else ""
+        if destination is Destination.ELSEWHERE:
+            return f"the server is on another network, and {LIMITED} crosses no router"
+        return ""
+    # On another network, only a netmask is surely wrong.
+    is_netmask = ipaddress.ip_address(config.broadcast).is_reserved
+    if destination is Destination.DEVICE or is_netmask:
+        return f"{config.broadcast} is not a broadcast address here"
+    return ""
 
 
 def wake(config: Config) -> str:
     """Send the magic packet (AMD 20213); return a success message. Raises: OSError."""
     packet = b"\xff" * 6 + config.mac * 16
-    destination = config.broadcast, config.packet_port
+    address = config.broadcast, config.packet_port
     source = find_source_address(config)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
         udp.bind((source, 0))
-        udp.sendto(packet, destination)
-        with contextlib.suppress(OSError):  # one has left, and is enough
+        udp.sendto(packet, address)
+        with contextlib.suppress(OSError):  # the first has left, which may be enough
             for _ in range(2):  # UDP loses some
-                udp.sendto(packet, destination)
+                udp.sendto(packet, address)
     return f"Magic packet sent to {config.mac.hex(':')} from {source}"
 
 
@@ -479,13 +483,13 @@ class WatchedPort:
     def __init__(self) -> None:
         self.seen = PortState.UNKNOWN
         self.open_at = -math.inf  # when it was seen open, in monotonic seconds
-        self.fell_silent = False  # when it was probed last, and not before
+        self.fell_silent = False  # at the last probe; it was open at the one before
 
-    def update(self, seen: PortState, now: float) -> None:
+    def update(self, state: PortState, now: float) -> None:
         was_open = self.seen is PortState.OPEN
-        self.fell_silent = was_open and seen is PortState.SILENT
-        self.seen = seen
-        if seen is PortState.OPEN:
+        self.fell_silent = was_open and state is PortState.SILENT
+        self.seen = state
+        if state is PortState.OPEN:
             self.open_at = now
 
     def shown(self, now: float) -> PortState:
@@ -495,7 +499,7 @@ class WatchedPort:
 
 
 class Watcher:
-    """Probes the ports, shares the result for a second, and spares the system's."""
+    """Probes the ports, the system's rarely, and shares the result for a second."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -504,7 +508,7 @@ class Watcher:
         self._initrd, self._system = WatchedPort(), WatchedPort()
         self._due = -math.inf  # the next probe, in monotonic seconds
         self._system_due = -math.inf  # and the next of the system's port
-        self._system_opens = deque([-math.inf] * MAX_ANSWERS, MAX_ANSWERS)
+        self._system_opens = deque([-math.inf] * MAX_OPENS, MAX_OPENS)  # when
 
     @property
     def system_open_at(self) -> float:
@@ -512,22 +516,23 @@ class Watcher:
         return self._system.open_at
 
     def probe(self, now: float, *, fresh: bool = False) -> PortStates:
-        """Probe both ports if fresh, or else those due; return what was seen last."""
+        """Probe both ports if fresh, or else what is due; return what was seen last."""
         with self._lock:
             if fresh or now >= self._due:
                 self._probe_ports(now, fresh=fresh)
             return PortStates(self._initrd.seen, self._system.seen)
 
     def probe_for_status(self, now: float) -> PortStates:
-        """Return what the status shows, after one probe: its own or another's."""
-        is_first = self._lock.acquire(blocking=False)
-        is_free = is_first or self._lock.acquire(timeout=2 * PROBE_SECONDS + 0.1)
+        """Probe what is due, or wait for another's probe; return what is shown."""
+        is_idle = self._lock.acquire(blocking=False)
+        # Wait for one probe, but not for those of several decisions.
+        has_lock = is_idle or self._lock.acquire(timeout=2 * PROBE_SECONDS + 0.1)
         try:
-            if is_first and now >= self._due:
+            if is_idle and now >= self._due:
                 self._probe_ports(now, fresh=False)
             return PortStates(self._initrd.shown(now), self._system.shown(now))
         finally:
-            if is_free:
+            if has_lock:
                 self._lock.release()
 
     def _probe_ports(self, now: float, *, fresh: bool) -> None:
@@ -538,8 +543,8 @@ class Watcher:
             self._initrd.update(state, now)
             if state is not before:  # the system may be coming, or going
                 self._system_due = now
-        is_limited = now < self._system_opens[0] + LIMIT_SECONDS
-        if fresh or (now >= self._system_due and not is_limited):
+        may_probe = now >= self._system_opens[0] + LIMIT_SECONDS
+        if fresh or (may_probe and now >= self._system_due):
             self._probe_system(now)
         self._due = now + 1
 
@@ -555,13 +560,14 @@ class Watcher:
         if system is PortState.OPEN:
             self._system_opens.append(now)
         is_awaited = self._is_shared and system is not PortState.OPEN
-        is_urgent = self._system.fell_silent or is_awaited
-        self._system_due = now + (1 if is_urgent else SYSTEM_SECONDS)
+        self._system_due = now + SYSTEM_SECONDS
+        if self._system.fell_silent or is_awaited:
+            self._system_due = now + 1
 
 
 # ---- Unlocking -----------------------------------------------------------------------
-# `waker.py unlock` unlocks one machine once and exits, which frees its memory. SIGTERM
-# ends it until it is about to send; then, only the verdict or its deadline does. Even a
+# `waker.py unlock` unlocks one machine once and exits, which frees its memory. Until it
+# is about to send, SIGTERM ends it; then, only the verdict or its deadline does. Even a
 # verified server may lie: report only disk names and the words of our own script.
 
 CONNECT_SECONDS: Final = 5  # a LAN takes milliseconds
@@ -638,8 +644,8 @@ def verify_host_key(transport: "Transport", config: Config) -> None:
         raise UnlockError(Outcome.UP, "")
     if key.asbytes() not in config.host_key:
         pins = " or ".join(map(fingerprint, config.host_key)) or "none"
-        detail = f"pinned {pins}, seen {fingerprint(key.asbytes())}. Unless the system"
-        detail += " was up, or its key was pinned by mistake, suspect an impostor"
+        detail = f"pinned {pins}, seen {fingerprint(key.asbytes())}. If the initrd was"
+        detail += " waiting, and the pinned key is the initrd's, suspect an impostor"
         raise UnlockError(Outcome.HOST_KEY_DIFFERS, detail)
 
 
@@ -825,7 +831,7 @@ def unlock(config: Config, passphrase: Passphrase, deadline: float) -> Result:
         return make_result(*error.args)
 
 
-def find_problem(config: Config) -> str:
+def find_unlock_problem(config: Config) -> str:
     """Return what would make an unlock fail on this box, or an empty string."""
     if not config.host_key:
         return "no host key is pinned; run waker check while the initrd waits"
@@ -946,17 +952,20 @@ def read_env_file(path: Path) -> dict[str, str]:
     """Parse lines WAKER_NAME=value. Raises: ConfigError, which quotes no line."""
     values: dict[str, str] = {}
     mistakes: list[str] = []
-    for number, line in enumerate(read_env_text(path).splitlines(), 1):
+    lines = map(str.strip, read_env_text(path).splitlines())
+    for number, line in enumerate(lines, 1):
+        if OTHER_LINE.match(line):
+            continue
         place = f"{shown_path(path)}, line {number}"
-        found = OUR_LINE.fullmatch(line.strip())
+        found = OUR_LINE.fullmatch(line)
         value = unquote(found[2]) if found else None
-        if found and value is not None:
-            if found[1] in values:
-                mistakes.append(f"{place}: {found[1]} is set twice")
-            values[found[1]] = value
-        elif not OTHER_LINE.match(line.strip()):
+        if not found or value is None:
             form = 'WAKER_NAME=value or WAKER_NAME="value"; comments on their own lines'
             mistakes.append(f"{place} must be {form}")
+        elif found[1] in values:
+            mistakes.append(f"{place}: {found[1]} is set twice")
+        else:
+            values[found[1]] = value
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     return values
@@ -984,22 +993,21 @@ def read_config(
             parsed[field] = folder / value if isinstance(value, Path) else value
     config = Config(**parsed)
     if config.broadcast == LIMITED and ":" in config.host:
-        form = "your network's own, such as 192.168.1.255, for an IPv6 address"
-        mistakes.append(f"WAKER_HOMELAB_BROADCAST must be {form}")
-    if (
-        config.host_key
-        and "key" in parsed
-        and (problem := find_key_problem(config.key))
-    ):
-        mistakes.append(f"WAKER_SSH_KEY {problem}")
+        form = "your network's own, such as 192.168.1.255"
+        reason = "because WAKER_HOMELAB_HOST is an IPv6 address"
+        mistakes.append(f"WAKER_HOMELAB_BROADCAST must be {form}, {reason}")
+    if config.host_key and "key" in parsed:
+        problem = find_key_problem(config.key)
+        if problem:
+            mistakes.append(f"WAKER_SSH_KEY {problem}")
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     return config._replace(name=config.name or config.host)
 
 
 # ---- The unlocking process -----------------------------------------------------------
-# The daemon unlocks by a child process, `waker.py unlock`, whose memory goes with it.
-# It is given the passphrase, reports that it sends it, and prints the result.
+# The daemon runs `waker.py unlock` as a child process, whose memory is freed when it
+# ends. It reads the passphrase, reports when it sends it, and prints the result.
 
 Program = tuple[Sequence[str], Mapping[str, str]]  # its arguments and environment
 
@@ -1014,7 +1022,7 @@ class UnlockProcess:
         self._is_cancelled = False
 
     @property
-    def has_run(self) -> bool:
+    def has_begun(self) -> bool:
         return self._child is not None
 
     def forget_passphrase(self) -> None:
@@ -1026,23 +1034,23 @@ class UnlockProcess:
         if self._child:
             self._child.terminate()
 
-    def run(self, tell_sent: Callable[[], None]) -> Result:
-        """Unlock. `tell_sent` is called, perhaps repeatedly, once it may have sent."""
+    def run(self, on_sent: Callable[[], None]) -> Result:
+        """Unlock. Call `on_sent` when the passphrase is about to be sent, or later."""
         try:
-            self._child = child = self._start()
+            self._child = child = self._spawn()
         except (OSError, MemoryError) as error:
             reason = getattr(error, "strerror", "there is not enough memory")
             return make_result(Outcome.ERROR, f"waker unlock cannot start: {reason}")
         with child:  # waits for its end
-            output = self._talk(child, tell_sent)
+            output = self._talk(child, on_sent)
         return self._read_result(output, child.returncode)
 
-    def _start(self) -> "Popen[bytes]":
+    def _spawn(self) -> "Popen[bytes]":
         """Start the child. Raises: OSError, MemoryError."""
         import subprocess
 
         command, environment = self._program
-        # It inherits blocked signals, and unblocks them when it has read the
+        # The child inherits blocked signals, and unblocks them when it has read the
         # passphrase. In its own session, it gets none from a terminal.
         return subprocess.Popen(
             command,
@@ -1052,8 +1060,8 @@ class UnlockProcess:
             start_new_session=True,
         )
 
-    def _talk(self, child: "Popen[bytes]", tell_sent: Callable[[], None]) -> bytes:
-        """Give it the passphrase, and return all that it prints. Kill it in the end."""
+    def _talk(self, child: "Popen[bytes]", on_sent: Callable[[], None]) -> bytes:
+        """Give it the passphrase; return what it prints. Kill it at its deadline."""
         deadline = time.monotonic() + UNLOCK_SECONDS + REPORT_SECONDS
         stdin = cast("io.BufferedWriter", child.stdin)
         stdout = cast("io.BufferedReader", child.stdout).fileno()
@@ -1061,16 +1069,17 @@ class UnlockProcess:
             if self._passphrase and not self._is_cancelled:
                 stdin.write(self._passphrase.data)  # fits into the pipe
             stdin.close()
-        output, data = b"", b"x"
-        while data:
+        output = b""
+        while True:
             left = max(deadline - time.monotonic(), 0)
             if not select.select([stdout], [], [], left)[0]:
                 child.kill()  # its own alarm starts once it has the passphrase
             data = os.read(stdout, 65536)
+            if not data:
+                return output
             output += data
             if SENT_REPORT in output:
-                tell_sent()
-        return output
+                on_sent()
 
     def _read_result(self, output: bytes, status: int) -> Result:
         """Return the result in the last line of the output, or why there is none."""
@@ -1106,15 +1115,15 @@ NEVER_ASKS: Final = (
 
 def explain_asleep(config: Config, ports: PortStates, failure: str) -> str:
     """Return why the initrd did not come up; `failure` is why no packet ever left."""
-    then = f"after {START_SECONDS // 60} minutes,"
+    when = f"after {START_SECONDS // 60} minutes,"
     if PortState.CLOSED in ports:
-        return f"{then} the server answered, but its initrd's SSH port was closed"
+        return f"{when} the server answered, but its initrd's SSH port was closed"
     if failure:
-        return f"{then} the server did not answer, and {failure}"
+        return f"{when} the server did not answer, and {failure}"
     if PortState.UNKNOWN in ports:
-        return f"{then} the server {PortState.UNKNOWN.value}"
+        return f"{when} the server {PortState.UNKNOWN.value}"
     advice = find_packet_problem(config) or "check power, cable and Wake-on-LAN"
-    return f"{then} the server did not answer: {advice}"
+    return f"{when} the server did not answer: {advice}"
 
 
 class Phase(enum.Enum):
@@ -1145,8 +1154,9 @@ class Start:
     ) -> None:
         self._watcher = watcher
         self._process = process
+        self._waits = waits
         self._lock = threading.Lock()
-        self.id = secrets.randbits(32)  # no other has it, even after a restart of waker
+        self.id = secrets.randbits(32)  # by which a page recognises it
         self.began = time.monotonic()  # monotonic seconds, like `ended`
         self.ended = math.inf  # while it runs
         self.phase = Phase.WAKING if waits else Phase.UNLOCKING
@@ -1188,10 +1198,11 @@ class Start:
         config = self._watcher.config
         packet_due = -math.inf  # monotonic seconds
         text, failure = "", ""
+        is_first = True
         while True:
             now = time.monotonic()
-            is_first_or_last = packet_due == -math.inf or now > deadline
-            ports = self._watcher.probe(now, fresh=is_first_or_last)
+            ports = self._watcher.probe(now, fresh=is_first or now > deadline)
+            is_first = False
             if ports.system is PortState.OPEN:
                 return make_result(Outcome.UP)
             if ports.initrd is PortState.OPEN:
@@ -1219,29 +1230,32 @@ class Start:
         give_up = time.monotonic() + READY_SECONDS
         self._show(Phase.UNLOCKING, CONNECTING)
         while True:
-            began = time.monotonic()
+            tried = time.monotonic()
             result = self._process.run(self._show_sent)
             if result.outcome is not Outcome.NOT_ASKED:
                 return result
-            ended = time.monotonic()
+            now = time.monotonic()
+            is_last = now + (now - tried) > give_up  # another try may take as long
             self._show(Phase.UNLOCKING, "The initrd was not ready; looking again")
             if self.cancelled.wait(RETRY_SECONDS):
                 return make_result(Outcome.CANCELLED)
             ports = self._watcher.probe(time.monotonic(), fresh=True)
             if ports.initrd is not PortState.OPEN or ports.system is PortState.OPEN:
                 return None
-            next_end = ended + (ended - began)  # if it takes as long
-            if next_end > give_up:
-                never = make_result(Outcome.NOT_ASKED, NEVER_ASKS)
-                return never if result == make_result(*NO_PROMPT) else result
+            if is_last:
+                is_idle = result == make_result(
+                    *NO_PROMPT
+                )  # it answers, but never asks
+                return make_result(Outcome.NOT_ASKED, NEVER_ASKS) if is_idle else result
 
     def _unlock(self) -> Result:
         """Unlock, after waking the machine if it waits; return how that ended."""
         deadline = self.began + START_SECONDS
-        is_at_once = self.phase is Phase.UNLOCKING
-        result = self._process.run(self._show_sent) if is_at_once else None
-        while not result:  # the initrd has come up, or gone away again
-            result = self._wait_for_initrd(deadline) or self._unlock_when_ready()
+        result = None if self._waits else self._process.run(self._show_sent)
+        while not result:  # or the initrd has gone away again
+            result = self._wait_for_initrd(deadline)
+            if not result:
+                result = self._unlock_when_ready()
         if result.outcome is Outcome.HOST_KEY_DIFFERS:  # the system has its own
             ports = self._watcher.probe(time.monotonic(), fresh=True)
             if ports.system is PortState.OPEN:
@@ -1276,7 +1290,7 @@ class Start:
             log(describe_bug(error))
         finally:
             if self.phase in RUNNING:  # there was a bug, and the next may begin
-                may_be_sent = self._process.has_run
+                may_be_sent = self._process.has_begun
                 words = "The passphrase may have been sent." if may_be_sent else UNSENT
                 text = f"Internal error; see waker's log. {words}"
                 self._finish_unlock(Result(Outcome.ERROR, text, may_be_sent))
@@ -1315,7 +1329,7 @@ class Starter:
         self._lock = threading.Lock()
         self._last: Start | None = None  # running, or shown until it is forgotten
         self._is_stopping = False
-        self._usual: deque[Start] = deque(maxlen=5)  # woke the machine until it was up
+        self._usual: deque[Start] = deque(maxlen=5)  # that woke the machine, until up
 
     def _run(self, start: Start) -> None:
         start.run()
@@ -1328,7 +1342,9 @@ class Starter:
         Raises: HttpError 409 while another may still send its passphrase; 500 if this
         box cannot unlock; 503 if it is stopping or too busy.
         """
-        problem = find_problem(self._watcher.config)  # takes time: not under the lock
+        problem = find_unlock_problem(
+            self._watcher.config
+        )  # takes time: not under the lock
         if problem:
             purpose = "start" if waits else "unlock"
             raise HttpError(500, f"Failed to {purpose}: {problem}. {UNSENT}")
@@ -1373,14 +1389,16 @@ class Starter:
         kept = Outcome.UP, Outcome.HOST_KEY_DIFFERS
         with self._lock:
             start = self._last
-            if start:
-                is_over = start.ended < system_open_at and start.outcome not in kept
-                if is_over or start.ended + SHOWN_SECONDS < now:
-                    self._last = None
+            if not start:
+                return
+            is_old = start.ended + SHOWN_SECONDS < now
+            has_come_up = start.ended < system_open_at
+            if is_old or (has_come_up and start.outcome not in kept):
+                self._last = None
 
     def usual_times(self) -> dict[str, int | None]:
         """Return the members of the status that say how long starts take."""
-        usual = [*self._usual]
+        usual = [*self._usual]  # at once: another thread may append
         unlocked = [each.times["booting"] for each in usual if "booting" in each.times]
         return {
             "usual_seconds": find_median([each.ended - each.began for each in usual]),
@@ -1463,9 +1481,10 @@ class TokenStore:
 MAX_BODY: Final = 16384  # bytes: a PIN or a passphrase, with room to spare
 # In Accept-Encoding. With a quality of 0, the client refuses it.
 GZIP: Final = re.compile(r"(?i)(?:^|,)\s*gzip\s*(?!;\s*q=0(\.0*)?\s*(,|$))(?:[;,]|$)")
-STRING: Final = r'\s*("(?:[^"\\]|\\.)+")\s*'  # in JSON
-# Exactly one member, which rules out duplicate names and nesting.
-ONLY_MEMBER: Final = re.compile(rf"\s*{{{STRING}:{STRING}}}\s*", re.ASCII)
+# JSON with exactly one member, which rules out duplicate names and nesting.
+SPACE: Final = r"[ \t\r\n]*"
+STRING: Final = rf'{SPACE}("(?:[^"\\]|\\.)+"){SPACE}'
+ONLY_MEMBER: Final = re.compile(f"{SPACE}{{{STRING}:{STRING}}}{SPACE}")
 
 
 class Request(NamedTuple):
@@ -1504,7 +1523,7 @@ def parse_body(request: Request, name: str, parse: Callable[[str], T]) -> T:
         found = ONLY_MEMBER.fullmatch(request.body.decode())
         if not found or json.loads(found[1]) != name:
             raise ValueError
-        text = str(json.loads(found[2]))
+        text: str = json.loads(found[2])
         text.encode()  # raises ValueError for half a surrogate pair
         return parse(text)
     except ValueError:
@@ -1862,9 +1881,8 @@ class Server(ThreadingHTTPServer):
         socketserver.BaseServer.__init__(self, tcp.getsockname()[:2], Connection)
         self.socket, self.app = tcp, app
         self.free_places = threading.Semaphore(MAX_CONNECTIONS)
-        self.waiting: set[Connection] = (
-            set()
-        )  # for their clients; each change is atomic
+        # Those that wait for their clients. Each change is atomic.
+        self.waiting: set[Connection] = set()
         self.is_stopping = False
 
     def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
@@ -2017,7 +2035,8 @@ def read_values(env_file: Path | None) -> tuple[dict[str, str], Path, Path | Non
     ours = {n: v for n, v in os.environ.items() if n.startswith("WAKER_")}
     file = env_file or (None if ours else Path(ENV_FILE))
     folder = file.absolute().parent if file else Path.cwd()
-    return (read_env_file(file) if file else {}) | ours, folder, file
+    values = read_env_file(file) if file else {}
+    return values | ours, folder, file
 
 
 def run_command(parsed: argparse.Namespace) -> int:
@@ -2041,7 +2060,7 @@ def run_command(parsed: argparse.Namespace) -> int:
 
 
 def protect_process(*, loads_paramiko: bool) -> None:
-    """Protect the log from clients, secrets from core dumps, the box's memory."""
+    """Protect the log from clients, secrets from core dumps, and the box's memory."""
     # Open descriptors 0 to 2 if they are closed: 2 is the log, and must be no client.
     spare = os.open(os.devnull, os.O_RDWR)
     while spare <= 2:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 import waker
 from box.system import find_user_problem, read_page
@@ -50,7 +50,7 @@ def explain_no_paramiko() -> str:
 
 
 def read_addresses(wanted: bytes = bytes(4)) -> dict[str, bytes]:
-    """Return each interface's IPv4 address; of several, the wanted one or the first."""
+    """Return an IPv4 address of each interface: the wanted one, or else its first."""
     family = socket.AF_INET.to_bytes(2, sys.byteorder)
     address = (family + bytes(2) + wanted).ljust(24, b"\0")  # Source: netdevice(7)
     addresses = {}
@@ -65,8 +65,10 @@ def read_addresses(wanted: bytes = bytes(4)) -> dict[str, bytes]:
 def find_interface(address: str) -> str:
     """Return the interface with this address, or an empty string."""
     wanted = socket.inet_aton(address)
-    found = [name for name, its in read_addresses(wanted).items() if its == wanted]
-    return "".join(found[:1])
+    for name, own in read_addresses(wanted).items():
+        if own == wanted:
+            return name
+    return ""
 
 
 def read_interface(name: str, file: str, unknown: int) -> int:
@@ -126,7 +128,7 @@ def check_packet(config: Config) -> tuple[str, str]:
     except OSError as error:
         problem = f"{error.strerror}; connect this box to the server's network"
         if read_addresses().keys() <= {"lo"}:
-            problem = "this box has no IPv4 address, from which the packet could leave"
+            problem = "this box has no IPv4 address to send the packet from"
         return problem, WRONG
     problem, verdict = judge_packet(config, source)
     route = f"would leave from {source} to {config.broadcast}"
@@ -266,8 +268,8 @@ def explain_empty_settings(env_file: Path) -> None:
             waker.log(f"To fill them in, run: waker prepare {option}me@192.168.1.20")
 
 
-def main(arguments: list[str], commands: dict[str, str]) -> int:
-    """Run the command, and return the exit status."""
+def main(arguments: list[str], commands: dict[str, str]) -> NoReturn:
+    """Run the command, and exit."""
     given = waker.parse_argv(arguments, commands).env_file
     waker.protect_process(loads_paramiko=True)
     try:

@@ -5,11 +5,11 @@ folder with waker.env and the key, sudo runs this file again: with `--own-key` t
 the public key, and with `--settle` to write the settings.
 
 The server's prepare.py, which is server/prepare.py here, travels in ssh's command line
-with the files beside it and the public key. That leaves the terminal to the passwords
-and to its question. The answer is whatever a server prints. Only five settings are
-accepted, between two lines with a nonce, if the server's prepare.py succeeded and
-waker's own parsers accept every value, and notes for the owner, which are shown again
-at the end. Otherwise, nothing is written.
+with the files beside it and the public key. So the terminal is free for passwords and
+for the question that it asks. The answer is whatever a server prints. Only five
+settings are accepted, between two lines with a nonce, if the server's prepare.py
+succeeded and waker's own parsers accept every value, and notes for the owner, which are
+shown again at the end. Otherwise, nothing is written.
 """
 
 import argparse
@@ -156,7 +156,7 @@ def fill_in(text: str, values: Mapping[str, str]) -> str:
 def remote_command(arguments: str) -> str:
     """Return the command that runs the server's prepare.py, for any login shell.
 
-    Its arguments are quoted for sh.
+    `arguments` are quoted for sh.
     """
     sources, packed = read_sources(), io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:

@@ -236,7 +236,7 @@ def test_the_packets_route_is_shown_and_nothing_is_sent(
         assert udp_packets(at_machine) == udp_packets(at_provider) == []
 
 
-def test_a_box_without_ipv4_sends_no_packet(home: Home, tmp_path: Path) -> None:
+def test_a_box_without_ipv4_is_told_so(home: Home, tmp_path: Path) -> None:
     machine = home[1]
     ip(f"-n {machine.name} address flush dev eth0")
     table = run_at(machine, tmp_path, HOST="2001:db8::9", BROADCAST="192.168.77.255")

@@ -211,7 +211,7 @@ UNREADABLE = {
 
 
 @each("content problem", UNREADABLE)
-def test_a_file_that_has_no_lines_is_named_once(
+def test_a_file_that_cannot_be_used_is_one_mistake(
     tmp_path: Path, content: bytes | None, problem: str
 ) -> None:
     file = tmp_path / "waker.env"

@@ -135,7 +135,7 @@ def compare(
         ratios = medians([[y / x for x, y in pair] for pair in pairs])
         cells = zip(map(figure, medians(figures)), ratios, strict=True)
         show_row(name, *(f"{cell} x{ratio:.2f}" for cell, ratio in cells))
-    return medians(figures), ratios
+    return medians(others[-1]), ratios
 
 
 def main(times: int) -> int:
@@ -153,14 +153,14 @@ def main(times: int) -> int:
         ssh = *ssh_to(machine.folder, machine.settings()), "cryptroot-unlock"
         ways = PARAMIKO, ssh, (*WAKER, "unlock")
         rounds = [[unlock(machine, each) for each in ways] for _ in range(times)]
-        _, (slower,) = compare(["paramiko", "ssh", "waker"], rounds)
+        _, (ratio,) = compare(["paramiko", "ssh", "waker"], rounds)
     kept = figures[3] - figures[1]
     promises = {
         "at most x1.45 of the time to the first page": ratios[0] <= 1.45,
         "at most x1.25 of the memory": ratios[1] <= 1.25,
         "at least x0.9 of the pages": ratios[2] >= 0.9,
         "after an unlock, at most 1 MB more than at first": kept <= 1,
-        "an unlock takes no longer": slower <= 1,
+        "an unlock takes no longer than with plain paramiko": ratio <= 1,
     }
     show_head("promise", "result")
     for promise, holds in promises.items():
