@@ -543,7 +543,9 @@ class Watcher:
             self._initrd.update(state, now)
             if state is not before:  # the system may be coming, or going
                 self._system_due = now
-        may_probe = now >= self._system_opens[0] + LIMIT_SECONDS
+        # A port that is silent accepts no connection, which a firewall could count.
+        is_silent = self._system.seen is PortState.SILENT
+        may_probe = is_silent or now >= self._system_opens[0] + LIMIT_SECONDS
         if fresh or (may_probe and now >= self._system_due):
             self._probe_system(now)
         self._due = now + 1

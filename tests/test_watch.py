@@ -233,31 +233,29 @@ def test_one_lost_packet_is_no_news(machine: Machine, looks: Looks) -> None:
         assert tuple(each.value for each in states) == ports
 
 
-LIMITED_LOOKS = {  # whether a probe found it silent, and from when it is not "up"
-    "silent": (True, 13),
-    "not probed since": (False, 30),
+# What a fifth decision sees after 4 s, and what the status shows after 5, 29 and 30 s.
+LIMITED_LOOKS = {
+    "silent": ((SILENT, SILENT), (OPEN, CLOSED), "locked locked locked"),
+    "a lost packet": ((CLOSED, SILENT), (CLOSED, OPEN), "up up up"),
+    "none": (None, (OPEN, CLOSED), "up up locked"),
 }
 
 
-@each("is_silent until", LIMITED_LOOKS)
-def test_after_a_power_cut_the_status_says_up_for_a_while(
-    machine: Machine, is_silent: bool, until: int
+@each("seen then states", LIMITED_LOOKS)
+def test_the_limit_for_firewalls_hides_no_silence(
+    machine: Machine, seen: tuple[str, str] | None, then: tuple[str, str], states: str
 ) -> None:
-    """For 10 s since the port was seen open, if it did not answer since.
-
-    After four decisions, the status may not probe the system's port for 30 s.
-    """
+    """After four decisions, the status may not probe an open port for 30 s."""
     watcher = waker.Watcher(machine.config(machine.settings(PIN=PIN)))
     machine.show(CLOSED, OPEN)
     for now in range(4):
         watcher.probe(now, fresh=True)
-    if is_silent:
-        machine.show(SILENT, SILENT)
+    if seen:
+        machine.show(*seen)
         watcher.probe(4, fresh=True)
-    machine.show(OPEN, CLOSED)
-    looks = 5, until - 1, until
-    states = [watcher.probe_for_status(now).members()["state"] for now in looks]
-    assert states == ["up", "up", "locked"]
+    machine.show(*then)
+    shown = [watcher.probe_for_status(now).members()["state"] for now in (5, 29, 30)]
+    assert shown == states.split()
 
 
 def test_requests_that_come_during_a_probe_wait_for_it(machine: Machine) -> None:
