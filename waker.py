@@ -285,7 +285,7 @@ class InitrdSays(enum.Enum):
 
 
 Ending = tuple[Outcome, str]  # with words that follow the outcome's sentence
-NO_PROMPT: Final = Outcome.NOT_ASKED, "no disk is asking; try again in a few seconds"
+NO_PROMPT: Final = Outcome.NOT_ASKED, "no disk was asking; try again in a few seconds"
 # What ends an unlock that has sent nothing. Others may be about what was typed there.
 UNSENT_ENDINGS: Final[Mapping[InitrdSays, Ending]] = {
     InitrdSays.GAVE_UP: (Outcome.GAVE_UP, ""),
@@ -601,7 +601,7 @@ def open_transport(config: Config, until: float) -> "Transport":
         left = max(until - time.monotonic(), 0.1)  # importing may have been slow
         tcp = open_tcp(config.host, config.initrd_port, min(left, CONNECT_SECONDS))
     except OSError as error:
-        detail = f"port {config.initrd_port} of {config.host} cannot be reached"
+        detail = f"port {config.initrd_port} of {config.host} could not be reached"
         reason = error.strerror or "no answer"
         raise UnlockError(Outcome.NOT_ASKED, f"{detail}: {reason}") from None
     # Send small packets at once, and notice a machine that has lost its power.

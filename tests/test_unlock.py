@@ -139,7 +139,7 @@ UNLOCKS = {
         Unlock("times out", f"{UNASKED} askpass. >&2; exit 1"),
         Unlock("too early", "echo Try again later"),
         Unlock("hangs up", "kill -9 $PPID"),
-        Unlock("never asks", "sleep 60", 0, "no disk is asking"),
+        Unlock("never asks", "sleep 60", 0, "no disk was asking"),
     ),
     "error": (
         Unlock("not executable", "exit 126", 0, "command"),
@@ -381,7 +381,7 @@ class Liar(SshServer):
 
 ASKS = "Please unlock disk root\n"
 OPENED = "cryptsetup: root set up successfully\n"
-NO_PROMPT = f"not_asked: no disk is asking; try again in a few seconds. {UNSENT}"
+NO_PROMPT = f"not_asked: no disk was asking; try again in a few seconds. {UNSENT}"
 
 
 def reads(channel: paramiko.Channel) -> bytes:

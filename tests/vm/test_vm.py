@@ -24,7 +24,7 @@ NOT_CONFIRMED = 500, f"{SILENT}; watch GET /api/status"
 NOTHING_TO_DO = {
     f"All disks seem to be open already. {UNSENT}",
     f"The system is up. {UNSENT}",
-    f"no disk is asking; try again in a few seconds. {UNSENT}",
+    f"no disk was asking; try again in a few seconds. {UNSENT}",
 }
 
 Machine = tuple[Computer, Owner]
