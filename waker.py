@@ -1117,15 +1117,14 @@ NEVER_ASKS: Final = (
 
 def explain_asleep(config: Config, ports: PortStates, failure: str) -> str:
     """Return why the initrd did not come up; `failure` is why no packet ever left."""
-    when = f"after {START_SECONDS // 60} minutes,"
     if PortState.CLOSED in ports:
-        return f"{when} the server answered, but its initrd's SSH port was closed"
+        return "the server answered, but its initrd's SSH port was closed"
     if failure:
-        return f"{when} the server did not answer, and {failure}"
+        return f"the server did not answer, and {failure}"
     if PortState.UNKNOWN in ports:
-        return f"{when} the server {PortState.UNKNOWN.value}"
+        return f"the server {PortState.UNKNOWN.value}"
     advice = find_packet_problem(config) or "check power, cable and Wake-on-LAN"
-    return f"{when} the server did not answer: {advice}"
+    return f"the server did not answer: {advice}"
 
 
 class Phase(enum.Enum):
@@ -1158,7 +1157,7 @@ class Start:
         self._process = process
         self._waits = waits
         self._lock = threading.Lock()
-        self.id = secrets.randbits(32)  # by which a page recognises it
+        self.id = secrets.randbits(32)  # a counter would repeat after a restart
         self.began = time.monotonic()  # monotonic seconds, like `ended`
         self.ended = math.inf  # while it runs
         self.phase = Phase.WAKING if waits else Phase.UNLOCKING
@@ -1213,7 +1212,8 @@ class Start:
                 return make_result(Outcome.CANCELLED)
             if now > deadline:
                 why = explain_asleep(config, ports, "" if self.woke else failure)
-                return make_result(Outcome.NOT_AWAKE, why)
+                minutes = int(now - self.began) // 60
+                return make_result(Outcome.NOT_AWAKE, f"after {minutes} minutes, {why}")
             if now >= packet_due:
                 packet_due = now + PACKET_SECONDS
                 try:
@@ -1222,7 +1222,7 @@ class Start:
                 except OSError as error:  # the link may drop while the machine wakes
                     failure = f"no magic packet could be sent ({error.strerror})"
                     text = f"{failure}; trying again"
-            answers = "The server answers; waiting for its initrd"
+            answers = "The server answers; waiting for its initrd or its system"
             is_answering = PortState.CLOSED in ports and not failure
             self._show(Phase.WAKING, answers if is_answering else text)
             self.cancelled.wait(1)  # second
@@ -1245,9 +1245,7 @@ class Start:
             if ports.initrd is not PortState.OPEN or ports.system is PortState.OPEN:
                 return None
             if is_last:
-                is_idle = result == make_result(
-                    *NO_PROMPT
-                )  # it answers, but never asks
+                is_idle = result == make_result(*NO_PROMPT)
                 return make_result(Outcome.NOT_ASKED, NEVER_ASKS) if is_idle else result
 
     def _unlock(self) -> Result:
@@ -1258,6 +1256,7 @@ class Start:
             result = self._wait_for_initrd(deadline)
             if not result:
                 result = self._unlock_when_ready()
+                deadline = self.began + 2 * START_SECONDS  # for the system as well
         if result.outcome is Outcome.HOST_KEY_DIFFERS:  # the system has its own
             ports = self._watcher.probe(time.monotonic(), fresh=True)
             if ports.system is PortState.OPEN:
@@ -1265,16 +1264,16 @@ class Start:
                 return result._replace(outcome=Outcome.UP, message=text)
         return result
 
-    def _watch(self, result: Result) -> None:
+    def _watch(self) -> None:
         """Wait until the system's port opens, or time is up."""
+        result = self.result
         deadline = time.monotonic() + START_SECONDS
         while not self.cancelled.wait(1):  # second
             now = time.monotonic()
             ports = self._watcher.probe(now, fresh=now > deadline)
             if ports.system is PortState.OPEN:
-                self._show(
-                    Phase.DONE, f"The system is up. {result.message}", Outcome.UP
-                )
+                text = f"The system is up. {result.message}"
+                self._show(Phase.DONE, text, Outcome.UP)
                 return
             if now > deadline:
                 text = f"{result.message} The system has not answered yet."
@@ -1287,7 +1286,7 @@ class Start:
         try:
             self._finish_unlock(self._unlock())
             if self.phase is Phase.BOOTING:
-                self._watch(self.result)
+                self._watch()
         except Exception as error:  # noqa: BLE001 - the status must show a bug
             log(describe_bug(error))
         finally:
@@ -1344,9 +1343,8 @@ class Starter:
         Raises: HttpError 409 while another may still send its passphrase; 500 if this
         box cannot unlock; 503 if it is stopping or too busy.
         """
-        problem = find_unlock_problem(
-            self._watcher.config
-        )  # takes time: not under the lock
+        # This may take time, so not under the lock.
+        problem = find_unlock_problem(self._watcher.config)
         if problem:
             purpose = "start" if waits else "unlock"
             raise HttpError(500, f"Failed to {purpose}: {problem}. {UNSENT}")

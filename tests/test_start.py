@@ -243,7 +243,9 @@ def test_if_the_initrd_has_gone_the_start_waits_for_the_system(
 ) -> None:
     """Somebody typed the passphrase, and the system boots."""
     machine.ask(f"{SOON}; {EARLY}")
-    with machine.starting(READY_SECONDS=0, SYSTEM_SECONDS=1) as client:
+    limits = {"READY_SECONDS": 0, "SYSTEM_SECONDS": 1}
+    limits |= {"START_SECONDS": 6, "RETRY_SECONDS": 7}  # so it goes at the last moment
+    with machine.starting(**limits) as client:
         wait_for(machine.commands)
         machine.touch("go")
         wait_until_shown(client, lambda now: "looking again" in now["message"])
