@@ -378,6 +378,8 @@ def find_destination(config: Config) -> Destination:
 def find_packet_problem(config: Config) -> str:
     """Return why the magic packet reaches no sleeping machine, or an empty string."""
     destination = find_destination(config)
+    if destination is Destination.BROADCAST:
+        return ""
     if config.broadcast == LIMITED:
         if destination is Destination.ELSEWHERE:
             return f"the server is on another network, and {LIMITED} crosses no router"
@@ -543,7 +545,7 @@ class Watcher:
             self._initrd.update(state, now)
             if state is not before:  # the system may be coming, or going
                 self._system_due = now
-        # A port that is silent accepts no connection, which a firewall could count.
+        # A firewall that counts connections, as ufw's does, refuses the next.
         is_silent = self._system.seen is PortState.SILENT
         may_probe = is_silent or now >= self._system_opens[0] + LIMIT_SECONDS
         if fresh or (may_probe and now >= self._system_due):

@@ -202,6 +202,7 @@ BODIES: dict[str, tuple[bytes, str, int]] = {
     "no type": (b'{"%s": "x"}', "", 415),
     "empty": (b"", JSON, 400),
     "no JSON": (b"%s", JSON, 400),
+    "no space of JSON's": (b'{"%s":\x0c"x"}', JSON, 400),
     "another member": (b'{"x": "x"}', JSON, 400),
     "two members": (b'{"%s": "x", "x": "x"}', JSON, 400),
     "duplicate": (b'{"%s": "x", "%s": "x"}', JSON, 400),
