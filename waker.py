@@ -545,7 +545,7 @@ class Watcher:
             self._initrd.update(state, now)
             if state is not before:  # the system may be coming, or going
                 self._system_due = now
-        # A firewall that counts connections, as ufw's does, refuses the next.
+        # A firewall that counts connections, such as ufw's, refuses: it is not silent.
         is_silent = self._system.seen is PortState.SILENT
         may_probe = is_silent or now >= self._system_opens[0] + LIMIT_SECONDS
         if fresh or (may_probe and now >= self._system_due):
@@ -1196,15 +1196,16 @@ class Start:
         self._show(phase, result.message, result.outcome)
         self.unlock_ended.set()
 
-    def _wait_for_initrd(self, deadline: float) -> Result | None:
-        """Wake the machine until its initrd listens, or return why it does not."""
+    def _wait_for_initrd(self, seconds: float) -> Result | None:
+        """Wake the machine until the initrd listens. After `seconds`, say why not."""
         config = self._watcher.config
         packet_due = -math.inf  # monotonic seconds
         text, failure = "", ""
         is_first = True
         while True:
             now = time.monotonic()
-            ports = self._watcher.probe(now, fresh=is_first or now > deadline)
+            taken = now - self.began
+            ports = self._watcher.probe(now, fresh=is_first or taken > seconds)
             is_first = False
             if ports.system is PortState.OPEN:
                 return make_result(Outcome.UP)
@@ -1212,10 +1213,10 @@ class Start:
                 return None
             if self.cancelled.is_set():
                 return make_result(Outcome.CANCELLED)
-            if now > deadline:
+            if taken > seconds:
                 why = explain_asleep(config, ports, "" if self.woke else failure)
-                minutes = int(now - self.began) // 60
-                return make_result(Outcome.NOT_AWAKE, f"after {minutes} minutes, {why}")
+                words = f"after {int(taken) // 60} minutes, {why}"
+                return make_result(Outcome.NOT_AWAKE, words)
             if now >= packet_due:
                 packet_due = now + PACKET_SECONDS
                 try:
@@ -1252,13 +1253,13 @@ class Start:
 
     def _unlock(self) -> Result:
         """Unlock, after waking the machine if it waits; return how that ended."""
-        deadline = self.began + START_SECONDS
+        seconds = START_SECONDS
         result = None if self._waits else self._process.run(self._show_sent)
         while not result:  # or the initrd has gone away again
-            result = self._wait_for_initrd(deadline)
+            result = self._wait_for_initrd(seconds)
             if not result:
                 result = self._unlock_when_ready()
-                deadline = self.began + 2 * START_SECONDS  # for the system as well
+                seconds = 2 * START_SECONDS  # for the system as well
         if result.outcome is Outcome.HOST_KEY_DIFFERS:  # the system has its own
             ports = self._watcher.probe(time.monotonic(), fresh=True)
             if ports.system is PortState.OPEN:

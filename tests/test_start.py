@@ -517,6 +517,13 @@ def test_the_usual_time_is_the_median_of_the_last_five(machine: Machine) -> None
     assert to_unlock == (0, 0, 0, 0, 0, 55, 55, 51)
 
 
+def test_a_start_says_after_how_long_it_gave_up(machine: Machine) -> None:
+    starter, watcher = starter_of(machine)
+    watcher.found = [OFF] * 9
+    message = run_start(starter, ago=661)["message"]
+    assert message.startswith("after 11 minutes, the server did not answer: ")
+
+
 class Unnamed(type):
     """Makes errors that cannot be described."""
 
