@@ -1333,7 +1333,7 @@ class Starter:
         self._lock = threading.Lock()
         self._last: Start | None = None  # running, or shown until it is forgotten
         self._is_stopping = False
-        self._usual: deque[Start] = deque(maxlen=5)  # that woke the machine, until up
+        self._usual: deque[Start] = deque(maxlen=5)  # woke it, and it came up
 
     def _run(self, start: Start) -> None:
         start.run()
@@ -1586,6 +1586,7 @@ def succeed(request: Request, message: str) -> Response:
 
 
 def status_members(app: App, now: float) -> dict[str, object]:
+    """Probe what is due, and forget what is over; return GET /api/status."""
     ports = app.watcher.probe_for_status(now)
     app.starter.forget(now, app.watcher.system_open_at)
     return {
