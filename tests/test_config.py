@@ -153,7 +153,7 @@ def test_a_useless_private_key_is_refused_with_the_remedy(
 
 @pytest.mark.timeout(20)
 def test_a_private_key_that_is_no_regular_file_is_refused(folder: Path) -> None:
-    """At once: reading a pipe could take for ever."""
+    """At once: reading a pipe could take forever."""
     key = folder / "ssh_key"
     key.unlink()
     os.mkfifo(key)

@@ -541,7 +541,7 @@ def test_an_attack_does_not_change_what_is_reported(
     tmp_path: Path, liar: Liar, pattern: str
 ) -> None:
     """It unsays no success, and a lack of memory is not taken for a refusal."""
-    # With STILL_SECONDS as they are, a busy computer is too slow.
+    # A busy computer is too slow for the usual STILL_SECONDS.
     program = shortened(tmp_path, STILL_SECONDS=0.3, UNLOCK_SECONDS=12)
     with tcp_server(liar.serve) as port:
         message = unlock(settings_at(tmp_path, port), program=program)

@@ -268,37 +268,37 @@ def test_requests_that_come_during_a_probe_wait_for_it(machine: Machine) -> None
 
 
 class Busy(waker.Watcher):
-    """Probes for as long as a test wants, as for one decision after the other."""
+    """Takes as long for a probe as a test wants, and counts the probes."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
         super().__init__(waker.Config())
+        self.seconds = seconds
         self.count = 0
         self.begun, self.may_end = threading.Event(), threading.Event()
 
     def _probe_ports(self, now: float, *, fresh: bool) -> None:
         self.count += 1
         self.begun.set()
-        self.may_end.wait(9)
+        self.may_end.wait(self.seconds)
 
 
 def test_a_status_that_waited_for_a_probe_makes_none() -> None:
     """Both together could take 1.6 s."""
 
     def count_probes() -> int:
-        watcher = Busy()
+        watcher = Busy(seconds=0.4)
         with ThreadPoolExecutor() as pool:
             pool.submit(watcher.probe, 0, fresh=True)
             watcher.begun.wait(50)
-            pool.submit(watcher.probe_for_status, 9)
-            time.sleep(0.2)  # until it waits; a busy computer needs a second attempt
-            watcher.may_end.set()
+            watcher.probe_for_status(9)
         return watcher.count
 
+    # A busy computer may need a second attempt.
     wait_for(count_probes, lambda count: count == 1, seconds=8)
 
 
 def test_the_status_does_not_wait_for_several_decisions() -> None:
-    watcher = Busy()
+    watcher = Busy(seconds=9)  # as for one decision after the other
     with ThreadPoolExecutor() as pool:
         deciding = pool.submit(watcher.probe, 0, fresh=True)
         watcher.begun.wait(50)
