@@ -1545,17 +1545,19 @@ class Page:
                 source = zipimporter(str(HERE)).get_data("ui.html")
         except OSError as error:
             raise ConfigError(f"the page {HERE}/ui.html: {error.strerror}") from None
-        icon = re.search(rb"png;base64,([\w+/=]+)", source)
+        # The icon is served by itself.
+        whole = re.fullmatch(rb"(?s)(.*)<!-- icon: ([\w+/=]+) -->\n", source)
+        if not whole:
+            raise ConfigError("ui.html is damaged; reinstall it")
+        source, icon = whole.groups()
         # The policy allows the page's own styles and scripts, by hash, and no others.
         hashes = {b"style": "", b"script": ""}
         for name, code in re.findall(rb"(?s)<(style|script)\b[^>]*>(.*?)</\1>", source):
             hashes[name] += f" 'sha256-{base64.b64encode(sha256(code)).decode()}'"
-        if not icon:
-            raise ConfigError("ui.html is damaged; reinstall it")
         policy = (
             f"default-src 'none'; script-src{hashes[b'script']};"
             f" style-src{hashes[b'style']};"
-            " connect-src 'self'; img-src 'self' data:;"
+            " connect-src 'self'; img-src 'self';"
             " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
             " require-trusted-types-for 'script'"
         )
@@ -1565,7 +1567,7 @@ class Page:
         packed = zlib.compress(source, 9, wbits=31)  # in gzip's format
         self.packed = Response(packed, 200, *headers, ("Content-Encoding", "gzip"))
         png = "Content-Type", "image/png"
-        self.icon = Response(base64.b64decode(icon[1]), 200, png)
+        self.icon = Response(base64.b64decode(icon), 200, png)
 
 
 class App:

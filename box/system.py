@@ -15,7 +15,6 @@ from typing import Final, NamedTuple
 
 import waker
 from box import Failed, Refused
-from box.files import read_sources
 from waker import Address, Config, ConfigError
 
 CONFIG: Final = Path("/etc/waker")
@@ -262,7 +261,7 @@ def wait_and_report(system: System, name: str, config: Config) -> bool:
 
     Say whether it does, and return that. If not, it has ended, or it took too long.
     """
-    page, deadline = read_sources()["ui.html"], time.monotonic() + PAGE_SECONDS
+    page, deadline = waker.Page().plain.body, time.monotonic() + PAGE_SECONDS
     while (left := deadline - time.monotonic()) > 0 and is_running(system, name):
         if read_page(config.listen, left).endswith(page):
             print(f"{name} answers on port {config.listen[1]}.")

@@ -33,6 +33,8 @@ for variable in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "DESTDIR", "INIT", "PREFIX"
     os.environ.pop(variable, None)
 PROGRAM = waker.__file__
 CHECKOUT = Path(PROGRAM).parent
+# The page, and the icon at its end, which is served by itself.
+PAGE, _, ICON = CHECKOUT.joinpath("ui.html").read_bytes().partition(b"<!-- icon: ")
 # For CHECKOUT, where make runs pytest. A script would be compiled at every start.
 MODULE = (sys.executable, "-m", "waker")
 BOX = (sys.executable, "-m", "box")  # with the commands of box/ as well

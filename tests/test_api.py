@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import CHECKOUT, MACHINE, PIN, Client, each, serving
+from conftest import ICON, MACHINE, PAGE, PIN, Client, each, serving
 from ssh_servers import free_port
 
 import waker
 
 BEHIND_PROXY = {"WAKER_PIN": PIN, "WAKER_TRUSTED_PROXY": "127.0.0.1"}
 CONFIG = waker.read_config(MACHINE | BEHIND_PROXY, Path())
-PAGE = CHECKOUT.joinpath("ui.html").read_bytes()
 JSON = "application/json"
 NUMBERS = itertools.count(1)
 
@@ -260,6 +259,8 @@ def test_the_page_and_its_icon_need_no_token(owner: Client) -> None:
     icon = client.call("GET", "/apple-touch-icon.png")
     assert icon.status == 200
     assert icon.body.startswith(b"\x89PNG")
+    assert base64.b64encode(icon.body) == ICON.removesuffix(b" -->\n")
+    assert (icon.body[24], icon.body[25]) == (4, 3)  # sixteen colours, of a palette
     head = b"HEAD /apple-touch-icon.png HTTP/1.1\r\nHost: x\r\n\r\n"
     assert client.raw(head) == (200, b"")
     length = client.call("HEAD", "/apple-touch-icon.png").headers["Content-Length"]
@@ -276,7 +277,7 @@ def test_the_page_allows_only_its_own_code(owner: Client) -> None:
         "default-src 'none'",
         *(f"{tag}-src{allowed}" for tag, allowed in hashes.items()),
         "connect-src 'self'",
-        "img-src 'self' data:",
+        "img-src 'self'",
         "form-action 'none'",
         "frame-ancestors 'none'",
         "base-uri 'none'",

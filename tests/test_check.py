@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from conftest import BOX, CHECKOUT, MACHINE, PIN, need, need_root, run_waker
+from conftest import BOX, CHECKOUT, MACHINE, PAGE, PIN, need, need_root, run_waker
 from homelab import Settings, public_line
 from machine import Machine
 from namespaces import IFF_TUN, Home, Namespace, ip, udp_packets
 from ssh_servers import HOST_KEY, free_port, says, settings_at, unlock
 
 OWN = {"PIN": PIN, "LISTEN": "127.0.0.1:0"}
-PAGE = CHECKOUT.joinpath("ui.html").read_bytes()
 BASE = MACHINE | {f"WAKER_{name}": value for name, value in OWN.items()}
 OTHER_KEY = public_line(HOST_KEY)  # which no initrd has
 

@@ -19,6 +19,7 @@ from conftest import (
     GET,
     MACHINE,
     MODULE,
+    PAGE,
     PASSPHRASE,
     PIN,
     PROGRAM,
@@ -303,7 +304,7 @@ def test_one_file_is_enough_and_needs_no_privileges(tmp_path: Path) -> None:
         powerless += [need("setpriv"), "--bounding-set=-all"]
     with daemon(MACHINE, *powerless, program=(sys.executable, str(program))) as started:
         client = started.client.log_in()
-        assert client.call("GET", "/").body == CHECKOUT.joinpath("ui.html").read_bytes()
+        assert client.call("GET", "/").body == PAGE
         assert client.status()["name"] == "127.0.0.1"
         shown = Path(f"/proc/{started.process.pid}/status").read_text()
         assert re.search(r"CapEff:\t0+\n", shown)

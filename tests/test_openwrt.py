@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conftest import CHECKOUT, PASSPHRASE, PIN, daemon, environment
+from conftest import CHECKOUT, PAGE, PASSPHRASE, PIN, daemon, environment
 from machine import Machine
 from test_pack import pack, run, unpack
 
@@ -51,5 +51,5 @@ def test_the_one_file_and_the_documented_packages_are_enough(
         assert client.status()["state"] == "locked"
         assert client.call("POST", "/api/wol").status == 200
         assert client.unlock().json["message"] == "Unlocked: root."
-        assert client.call("GET", "/").body == CHECKOUT.joinpath("ui.html").read_bytes()
+        assert client.call("GET", "/").body == PAGE
     assert machine.received() == [PASSPHRASE.encode()]
