@@ -147,9 +147,9 @@ class Phone:
 
     def is_blocked(self, text: str) -> "Phone":
         """Assert what is said of a script that cannot run. It appears after 3 s."""
-        expect(self.part("blocked")).to_contain_text(text)
         self.page.evaluate("document.getAnimations().forEach((each) => each.finish())")
-        return self.reads(text)
+        expect(self.part("blocked")).to_contain_text(text, use_inner_text=True)
+        return self
 
     def is_busy(self) -> "Phone":
         expect(self.page.get_by_role("button", disabled=True).first).to_be_visible()
