@@ -42,7 +42,7 @@ FONTS = CHECKOUT / "tests/support/browsers/fonts.conf"
 EXPECTED = re.compile(r"Failed to load resource: (.* (40[01349]|429|50\d) |net::ERR_)")
 STARTED = {"message": "Started"}
 EXPIRED = {"error": "Expired"}
-OLD = {"name": "Home server", "state": "off", "start": None}
+OLD = {"name": "Home server", "state": "off", "reachable": False, "start": None}
 expect.set_options(timeout=60_000)
 
 
@@ -191,11 +191,11 @@ def test_the_forecast_is_wakers_and_for_starts_that_wake(phone: Phone) -> None:
         (80, "Any moment now"),
         (81, "Longer than usual"),
     ):
-        phone.show("off", "waking", "", 0, seconds, usual=62)
+        phone.show("off", "waking", "", 0, seconds, usual_seconds=62)
         phone.reads(words).reads("You can put your phone away")
     # The ring closes when the server is up.
     expect(phone.part("arc")).to_have_attribute("stroke-dasharray", "96 100")
-    phone.show("locked", "unlocking", "", 0, 0, 17, usual=62, woke=False)
+    phone.show("locked", "unlocking", "", 0, 0, 17, usual_seconds=62, woke=False)
     phone.reads("a few minutes").does_not_read("left")
 
 
@@ -223,7 +223,7 @@ def test_the_end_is_worth_waiting_for(phone: Phone) -> None:
         ("booting", "booting", "unlocked", 0, 38, 42, 50),
         ("booting", "booting", "unlocked", 0, 38, 42, 99),
     ):
-        phone.show(*told, usual=62)
+        phone.show(*told, usual_seconds=62)
         dawns.append(phone.dawn())
         places.append(page.evaluate(PLACES))
     assert [place for place in places if place != places[0]] == []
@@ -244,7 +244,7 @@ def test_the_end_is_worth_waiting_for(phone: Phone) -> None:
     phone.wait(4)
     expect(page.get_by_role("status")).to_be_empty()
     # The sun does not set if the initrd did not report.
-    phone.show("locked", "booting", "not_confirmed", 0, 38, 42, 50, usual=62)
+    phone.show("locked", "booting", "not_confirmed", 0, 38, 42, 50, usual_seconds=62)
     assert phone.sees("doubtful").dawn() == dawns[2]
     expect(arc).not_to_have_attribute("stroke-dasharray", re.compile(""))
     phone.tell("up").look().sees("up").does_not_read("Boot")
@@ -270,7 +270,7 @@ def test_motion_and_colours_are_left_to_their_owner(phone: Phone) -> None:
         expect(phone.part(edge)).to_have_css("border-top-width", "1px")
     arc, number = phone.css("arc", "stroke"), phone.css("number", "fill")
     assert {arc, number} == {phone.css("headline", "color")}  # not the tick's green
-    phone.show("off", "waking", "", 0, 9, usual=62).sees("starting")
+    phone.show("off", "waking", "", 0, 9, usual_seconds=62).sees("starting")
     assert phone.css("track", "stroke") != phone.css("arc", "stroke")
     # Nor does anything turn while nothing is known.
     page.emulate_media(reduced_motion="no-preference", forced_colors="none")
@@ -289,9 +289,13 @@ def test_seconds_pass_between_polls_and_never_run_back(phone: Phone) -> None:
     phone.show("off", "waking", "", 0, 4).reads("0:05").wait(1).reads("0:06")
     phone.show("locked", "unlocking", "", 0, 9, 9).reads("0:09")
     phone.show("off").show("off", "waking", "", 0, 1).reads("0:01")
+    # What this page began has no id before waker tells it.
+    phone.show("off").answer("start", 200, STARTED).ignore("status").start()
+    phone.sees("starting").wait(2).reads("0:02")
+    phone.show("off", "waking", "", 0, 1).reads("0:02")
     # Not even if the phone's clock is set back.
     phone.page.clock.set_system_time("2029-12-31")
-    phone.wait(3.5).reads("0:04")
+    phone.wait(3.5).reads("0:05")
     with phone.page.expect_request("**/api/status"):
         phone.wait(5)
 
@@ -834,6 +838,25 @@ def test_a_wrong_passphrase_is_told_with_what_may_help(phone: Phone) -> None:
     assert phone.passphrase() == "never sent"
 
 
+def test_what_another_phone_did_is_not_blamed_on_this_one(phone: Phone) -> None:
+    """Its start has another id. A request without an answer may have begun it."""
+    wrong = "locked", "failed", "wrong_passphrase"
+    other: Any = {"id": 99}
+    phone.tell("off").open().give_pin().sees("off").answer("start", 200, STARTED)
+    for seen in ((), ("locked", "unlocking", "", 0, 1, 2)):
+        phone.show("off").ignore("status").start("mine").sees("starting")
+        phone.show("off", "waking", "", 0, 5)
+        if seen:  # the other start, while it runs
+            phone.show(*seen, **other)
+        phone.tell(*wrong, **other).look().sees("locked").reads("Wrong passphrase.")
+        phone.does_not_read("typo").marks(0)
+        assert ("Last time" in phone.message()) == (not seen)
+        assert phone.passphrase() == "mine"
+    phone.show("off").hold("start").start("x ").take_held().abort()
+    phone.tell(*wrong).look().sees("locked").reads("with a space").marks(0)
+    phone.does_not_read("Last time")
+
+
 def test_typing_is_not_interrupted_by_news(phone: Phone) -> None:
     phone.tell("off").open().give_pin().sees("off").type_passphrase()
     doubt = "booting", "not_confirmed"
@@ -862,7 +885,8 @@ def test_a_server_that_did_not_confirm_can_get_another_passphrase(phone: Phone) 
     # Nor if the page has not seen it run, because the connection was lost.
     phone.press("Enter another").hold("start").start("another").take_held().abort()
     phone.reads("may have got through")
-    phone.show("locked", "booting", "not_confirmed", 0, 1, 2, 5).sees("doubtful")
+    new = {"id": 99}
+    phone.show("locked", "booting", "not_confirmed", 0, 1, 2, 5, **new).sees("doubtful")
     phone.does_not_read("Nothing has started").does_not_read("may have got through")
     assert phone.passphrase() == ""
 

@@ -75,6 +75,8 @@ class Phone:
     held: list[Route] = field(default_factory=list)
     is_stopped: bool = False  # its clock
     numbers: Iterator[int] = field(default_factory=itertools.count)
+    start_id: int = 0  # of the start that was told last
+    phase: str = ""  # of that
 
     def __post_init__(self) -> None:
         self.page.on("console", lambda message: self.console.append(message.text))
@@ -275,21 +277,20 @@ class Phone:
         return self.answer("{status,start}", 401, {"error": "Expired"}).look()
 
     def tell(
-        self,
-        state: str,
-        phase: str = "",
-        outcome: str = "",
-        *times: int,
-        usual: int | None = None,
-        name: str = "Home server",
-        **more: Any,
+        self, state: str, phase: str = "", outcome: str = "", *times: int, **more: Any
     ) -> "Phone":
         """Answer all further polls with a state of the server, and a start.
 
-        `times` are seconds: when each phase began, and how long the start has run.
+        `times` are seconds: when each phase began, and how long the start has run. What
+        was running goes on, unless its phase is an earlier one: then it is a new start.
+        `more` are members of the status, or of the start.
         """
         *begun, seconds = times or (0, 9)
+        was, self.phase = self.phase, phase
+        if was not in PHASES[:3] or phase in PHASES[: PHASES.index(was)]:
+            self.start_id += 1
         start = {
+            "id": self.start_id,
             "phase": phase,
             "outcome": outcome or None,
             "message": "From waker.",
@@ -299,12 +300,16 @@ class Phone:
             "times": dict(zip(PHASES, begun, strict=False)),
         }
         status = {
-            "name": name,
+            "name": "Home server",
             "state": state,
             "reachable": state not in {"off", "unknown"},
-            "usual_seconds": usual,
-            "start": start | more if phase else None,
+            "usual_seconds": None,
+            "usual_unlock_seconds": None,
+            "link": None,
         }
+        for name, value in more.items():
+            (status if name in status else start)[name] = value
+        status["start"] = start if phase else None
 
         def sign_in(route: Route) -> None:
             """As waker, which would look at the machine's ports first: that is slow."""
@@ -394,9 +399,11 @@ def during_a_start(phone: Phone) -> Iterator[str]:
     phone.show("up", *ALARM).sees("foreign").reads("was not sent").offers("Try again")
     yield "up, after another host key"
     late = "off", "booting", "not_confirmed", 0, 38, 42
-    phone.show(*late, 99, usual=62).reads("Longer than")
+    phone.show(*late, 99, usual_seconds=62).reads("Longer than")
     yield "overdue"
-    phone.show("booting", "booting", "unlocked", 0, 38, 42, 47, usual=62).reads("left.")
+    phone.show("booting", "booting", "unlocked", 0, 38, 42, 47, usual_seconds=62).reads(
+        "left."
+    )
     yield "starting"
     phone.show("up", "done", "up", 0, 38, 42, 62, 62).reads("Started in 1\u00a0min")
     yield "up"
