@@ -155,7 +155,7 @@ def test_a_phone_that_is_opened_late_shows_the_same_start(phone: Phone) -> None:
     """Steps, times, and what can be undone: all come from waker."""
     steps = phone.page.locator("li")
     phone.stop_clock().tell("booting", "booting", "unlocked", 0, 38, 42, 60).open()
-    phone.give_pin().reads("1:00").reads("Starting").reads("put your phone away")
+    phone.give_pin().reads("1:00").reads("Unlocked").reads("You can close this page.")
     expect(phone.page).to_have_title(re.compile("1:00.*Home server"))
     expect(steps.and_(phone.page.locator(".done"))).to_have_count(2)
     expect(steps.and_(phone.page.locator("[aria-current=step]"))).to_have_text("Boot")
@@ -164,7 +164,9 @@ def test_a_phone_that_is_opened_late_shows_the_same_start(phone: Phone) -> None:
     times = 0, 38, 42, 60
     phone.show("booting", "booting", "not_confirmed", *times)
     expect(steps.and_(phone.page.locator(".done"))).to_have_text("Wake")
-    phone.show("off", "waking").offers("Cancel")
+    # Only this person can help if the passphrase was wrong.
+    phone.reads("Starting").reads("Stay until it is up.").does_not_read("close this")
+    phone.show("off", "waking").offers("Cancel").reads("Stay until it is unlocked.")
 
 
 def test_a_server_that_is_locked_is_not_woken(phone: Phone) -> None:
@@ -185,17 +187,23 @@ def test_the_forecast_is_wakers_and_for_starts_that_wake(phone: Phone) -> None:
     phone.sees("starting").reads("This can take a few minutes").does_not_read("left")
     phone.show("up", "done", "up", 0, 38, 42, 62, 62)  # is remembered by waker alone
     phone.show("off", "waking", "", 0, 17).reads("a few minutes")
-    for seconds, words in (
-        (17, "About 45\u00a0s left"),
-        (62, "Any moment now"),
-        (80, "Any moment now"),
-        (81, "Longer than usual"),
+    usual: Any = {"usual_seconds": 62, "usual_unlock_seconds": 40}
+    booting = "booting", "booting"
+    for told, words in (  # until it is unlocked, and then until it is up
+        (("off", "waking", "", 0, 16), "About 25\u00a0s left."),
+        (("locked", "unlocking", "", 0, 30, 35), "About 5\u00a0s left."),
+        (("locked", "unlocking", "", 0, 30, 40), "Any moment now."),
+        (("locked", "unlocking", "", 0, 30, 51), "Any moment now."),
+        (("locked", "unlocking", "", 0, 30, 52), "Longer than usual."),
+        ((*booting, "unlocked", 0, 30, 53, 57), "Up in about 5\u00a0s."),
+        ((*booting, "not_confirmed", 0, 30, 53, 57), "About 5\u00a0s left."),
+        ((*booting, "unlocked", 0, 30, 53, 80), "Any moment now."),
+        ((*booting, "unlocked", 0, 30, 53, 81), "Longer than usual."),
     ):
-        phone.show("off", "waking", "", 0, seconds, usual_seconds=62)
-        phone.reads(words).reads("You can put your phone away")
+        phone.show(*told, **usual).reads(words)
     # The ring closes when the server is up.
     expect(phone.part("arc")).to_have_attribute("stroke-dasharray", "96 100")
-    phone.show("locked", "unlocking", "", 0, 0, 17, usual_seconds=62, woke=False)
+    phone.show("locked", "unlocking", "", 0, 0, 17, **usual, woke=False)
     phone.reads("a few minutes").does_not_read("left")
 
 
@@ -204,6 +212,10 @@ RECORD = """() => {
     const live = document.querySelector("[role=status]");
     new MutationObserver(() => announced.push(live.textContent))
         .observe(live, {childList: true, characterData: true, subtree: true});
+    window.shift = 0;  // of what moved by itself
+    new PerformanceObserver((list) => list.getEntries().forEach(
+        (each) => { shift += each.hadRecentInput ? 0 : each.value; }))
+        .observe({type: "layout-shift"});
 }"""
 PLACES = """() => [...document.querySelectorAll("h1, #line, li, #cancel, summary")]
     .map((e) => e.getBoundingClientRect().top)"""
@@ -229,8 +241,9 @@ def test_the_end_is_worth_waiting_for(phone: Phone) -> None:
     assert [place for place in places if place != places[0]] == []
     assert [0, *dawns, 1] == sorted({0, *dawns, 1})
     expect(arc).to_have_attribute("stroke-dasharray", "96 100")
+    assert page.evaluate("shift") <= 0.001
     phone.show("up", "done", "up", 0, 38, 42, 62, 62).sees("up")
-    phone.reads("Up\n\nStarted in\n1\u00a0min 2\u00a0s.")
+    phone.reads("Up\n\nStarted in 1\u00a0min 2\u00a0s.")
     assert page.evaluate(PLACES)[:5] == places[0][:5]
     expect(arc).to_have_attribute("stroke-dasharray", "100 100")
     expect(page.locator("li.done")).to_have_count(3)
@@ -239,7 +252,11 @@ def test_the_end_is_worth_waiting_for(phone: Phone) -> None:
     assert phone.dawn() == 1
     said = page.evaluate("announced")
     # The focus has said the headlines before, and nothing stays to be found by swiping.
-    spoken = ["Unlock the disk.", "Boot.", "Up. Started in\n1\u00a0min 2\u00a0s."]
+    spoken = [
+        "Unlock the disk.",
+        "Unlocked. You can close this page. Boot.",
+        "Up. Started in 1\u00a0min 2\u00a0s.",
+    ]
     assert [each for each in said if each] == spoken
     phone.wait(4)
     expect(page.get_by_role("status")).to_be_empty()
@@ -250,6 +267,22 @@ def test_the_end_is_worth_waiting_for(phone: Phone) -> None:
     phone.tell("up").look().sees("up").does_not_read("Boot")
     phone.tell("up", "done", "up", 0, 5).look().open_details()  # it was up
     phone.reads("From waker").sees("up").does_not_read("Boot")
+
+
+def test_the_moment_when_it_is_unlocked_is_seen(phone: Phone) -> None:
+    """Whoever waited for it may go."""
+    ticks = phone.page.locator("[data-sign=done]")
+    phone.stop_clock().tell("locked", "unlocking", "", 0, 38, 40).open().give_pin()
+    phone.reads("Starting").does_not_read("close this page")
+    phone.show("booting", "booting", "unlocked", 0, 38, 42, 43, usual_seconds=62)
+    phone.reads("Unlocked").reads("You can close this page.")
+    expect(ticks).to_have_count(1)
+    expect(phone.part("sign")).to_have_attribute("aria-hidden", "true")
+    phone.wait(5).reads("0:48").reads("Unlocked")
+    expect(ticks).to_have_count(0)
+    expect(phone.part("sign")).not_to_have_attribute("aria-hidden", "true")  # a time
+    phone.show("booting", "booting", "not_confirmed", 0, 38, 42, 43).reads("Starting")
+    expect(ticks).to_have_count(0)
 
 
 def test_motion_and_colours_are_left_to_their_owner(phone: Phone) -> None:
@@ -447,10 +480,10 @@ def test_a_start_goes_on_without_the_phone(phone: Phone) -> None:
     phone.stop_clock().tell("off", "waking", "", 0, 9).open().give_pin()
     phone.sees("starting").reads("0:09").lose_connection()
     expect(phone.page).to_have_title(re.compile("^Can't reach waker . Home server"))
-    phone.waits_for("Last seen 15\u00a0s ago.").reads("It goes on without your phone.")
+    phone.waits_for("Last seen 15\u00a0s ago.").reads("needs no connection.")
     phone.reads("0:24")  # for as long as it has run, which it does
-    phone.tell("off", "waking", "", 0, 30).waits_for("You can put your phone away")
-    phone.does_not_read("without your phone").does_not_read("Last seen")
+    phone.tell("off", "waking", "", 0, 30).waits_for("a few minutes")
+    phone.does_not_read("needs no connection").does_not_read("Last seen")
 
 
 def test_a_reload_during_a_start_needs_no_pin(phone: Phone) -> None:
@@ -463,7 +496,7 @@ def test_a_reload_during_a_start_needs_no_pin(phone: Phone) -> None:
     size = phone.box("sign")["width"]
     phone.hold("status").reload().sees("resuming").does_not_read("PIN")
     phone.take_held().abort()
-    phone.waits_for("You can put your phone away").sees("starting")
+    phone.waits_for("Stay until it is unlocked").sees("starting")
     assert phone.box("sign")["width"] == size
     phone.tell("off", "failed", "not_awake").look().sees("off")
     assert page.evaluate(kept) == []
@@ -498,12 +531,26 @@ def test_a_lost_connection_is_shown_and_recovers_by_itself(phone: Phone) -> None
     phone.press("Sign in").sees("off").is_current()
     network.set_offline(True)
     phone.wait(4).is_current().waits_for("Can't reach waker").sees("off")
-    expect(phone.page.locator("[data-trouble]")).to_have_count(1)
+    expect(phone.page.locator("[data-old]")).to_have_count(1)
     expect(phone.page.get_by_role("status")).to_contain_text("Can't reach waker")
     network.set_offline(False)
     phone.wait(4).does_not_read("Can't reach").is_current()
     phone.show("up").open_details().does_not_read("ago").lose_connection()
     phone.waits_for("Last seen 1\u00a0min 5\u00a0s ago.").sees("up")
+
+
+def test_after_a_night_in_a_drawer_nothing_is_shown_as_now(phone: Phone) -> None:
+    old = phone.page.locator("[data-old]")
+    phone.stop_clock().tell("up").open().give_pin().sees("up").ignore("status")
+    phone.wait(10)  # a poll is under way
+    phone.page.clock.set_system_time("2030-01-02T08:00:01Z")
+    phone.look().sees("up").does_not_read("Last seen")  # no words flash up
+    expect(old).to_have_count(1)
+    expect(phone.page.locator("header")).to_have_css("filter", "grayscale(1)")
+    phone.wait(1.5).reads("Last seen 8\u00a0h ago.").sees("up")
+    expect(phone.page).to_have_title(re.compile("^Last seen 8\u00a0h ago . Home"))
+    phone.wait(11).reads("Slow connection. Last seen 8\u00a0h ago.")
+    phone.tell("off").waits_for("It does not answer.").is_current()
 
 
 def test_an_answer_of_somebody_else_is_not_taken_for_wakers(phone: Phone) -> None:
@@ -571,7 +618,7 @@ def test_while_requests_hang_one_more_is_sent_and_what_is_shown_is_called_old(
             phone.wait(1)
             with silent.accept()[0] as second:
                 assert second.recv(4) == b"GET "
-                phone.wait(5).is_current().wait(3).reads("is slow").sees("off")
+                phone.wait(5).is_current().wait(3).reads("Slow").sees("off")
                 assert phone.polls() == 2
                 second.sendall(answer.encode())
                 phone.sees("locked").is_current()
@@ -613,10 +660,10 @@ WATCH = """() => {
     const place = (e) => `${e.id} ${e.getBoundingClientRect().top}`;
     window.seen = [];
     setInterval(() => {
-        const { view, trouble } = document.querySelector("main").dataset;
+        const { view, old } = document.querySelector("main").dataset;
         const parts = [...document.querySelectorAll("h1, button, input")];
         const number = document.querySelector("#number").textContent;
-        seen.push([view, trouble, parts.map(place).join(), number]);
+        seen.push([view, old, parts.map(place).join(), number]);
     }, 50);
 }"""
 
@@ -633,7 +680,7 @@ def test_at_2_s_per_round_trip_nothing_moves_or_is_called_old(phone: Phone) -> N
     phone.page.wait_for_timeout(20_000)
     phone.start().sees("starting").sees("up").page.wait_for_timeout(20_000)
     seen = phone.page.evaluate("seen")
-    assert {trouble for _, trouble, _, _ in seen} == {None}
+    assert {old for _, old, _, _ in seen} == {None}
     shown = [int(number.partition(":")[2]) for *_, number in seen if number]
     assert {later - now for now, later in itertools.pairwise(shown)} <= {0, 1, 2}
     # Where the buttons and fields are depends on nothing but the view.

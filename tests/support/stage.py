@@ -159,7 +159,7 @@ class Phone:
 
     def is_current(self) -> "Phone":
         """Assert that what is shown is not marked as old."""
-        expect(self.page.locator("[data-trouble]")).to_have_count(0)
+        expect(self.page.locator("[data-old]")).to_have_count(0)
         return self
 
     def polls(self) -> int:
@@ -364,9 +364,18 @@ class Phone:
 
 # What waker tells (state, phase, outcome, times), the view, and some of its words.
 TOLD: dict[str, tuple[tuple[Any, ...], str, str]] = {
-    "waking": (("off", "waking", "", 0, 3), "starting", "a few minutes"),
+    "waking": (("off", "waking", "", 0, 3), "starting", "until it is unlocked"),
     "unlocking": (("locked", "unlocking", "", 0, 38, 40), "starting", "Cancel"),
-    "booting": (("booting", "booting", "unlocked", 0, 38, 42, 44), "starting", "away"),
+    "unlocked": (
+        ("booting", "booting", "unlocked", 0, 38, 42, 42),
+        "starting",
+        "Unlocked",
+    ),
+    "booting": (
+        ("booting", "booting", "unlocked", 0, 38, 42, 47),
+        "starting",
+        "can close this page",
+    ),
     "unchecked": (("unknown", "done", "up", 0, 1, 2, 3, 3), "unknown", "couldn't"),
     "up after a start": (("up", "done", "up", 0, 38, 42, 62, 62), "up", "Started in"),
     "not confirmed": (("locked", "booting", "not_confirmed"), "doubtful", "be wrong"),
@@ -401,10 +410,12 @@ def during_a_start(phone: Phone) -> Iterator[str]:
     late = "off", "booting", "not_confirmed", 0, 38, 42
     phone.show(*late, 99, usual_seconds=62).reads("Longer than")
     yield "overdue"
-    phone.show("booting", "booting", "unlocked", 0, 38, 42, 47, usual_seconds=62).reads(
-        "left."
-    )
+    usual: Any = {"usual_seconds": 62, "usual_unlock_seconds": 42}
+    phone.show("off", "waking", "", 0, 17, **usual).reads("About 25\u00a0s left.")
     yield "starting"
+    phone.show("booting", "booting", "unlocked", 0, 38, 42, 47, **usual)
+    phone.reads("Up in about 15\u00a0s.")
+    yield "unlocked, with a forecast"
     phone.show("up", "done", "up", 0, 38, 42, 62, 62).reads("Started in 1\u00a0min")
     yield "up"
 
