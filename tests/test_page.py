@@ -751,6 +751,57 @@ def test_a_pin_can_be_corrected_on_an_open_keyboard(phone: Phone) -> None:
     assert phone.count("start") == 0
 
 
+def test_only_a_wrong_pin_is_marked_and_a_wait_is_counted_down(phone: Phone) -> None:
+    phone.stop_clock().tell("off").open()
+    for status, body, words in (
+        (500, {"error": "It failed"}, "It failed."),
+        (200, {"token": "x"}, "couldn't check"),
+    ):
+        phone.answer("auth", status, body).give_pin().reads(words).marks(0)
+    error = {"error": "Too many attempts; try again in 125 s"}
+    fields = WAKERS | {"Retry-After": "125"}
+    refused = phone.hold("auth").give_pin().take_held()
+    refused.fulfill(status=429, json=error, headers=fields)
+    phone.reads("Too many attempts; try again in 2\u00a0min 5\u00a0s.").marks(0)
+    said = phone.page.get_by_role("status")
+    expect(said).to_have_text("Too many attempts; try again in 125 s.")
+    phone.wait(66).reads("in 59\u00a0s.").wait(58).reads("in 1\u00a0s.")
+    expect(said).to_be_empty()  # it is not said again every second
+    phone.wait(2).reads("You can try again.").does_not_read("Too many")
+    expect(said).to_have_text("You can try again.")
+
+
+def test_after_two_wrong_pins_the_page_says_where_the_right_one_is(
+    phone: Phone,
+) -> None:
+    """Above the keyboard of a small iPhone, which leaves 340 px."""
+    hint = "On the box, it is in /etc/waker/waker.env."
+    phone.tell("off").open().resize(320, 568)
+    phone.give_pin("12345678").marks(1).does_not_read(hint)
+    phone.hold("auth").give_pin("12345679").is_busy().take_held().continue_()
+    phone.reads("Wrong PIN").marks(1).reads(hint)
+    assert phone.bottom("message") <= 340
+    phone.give_pin().sees("off").expire().sees("pin").tell("off")
+    phone.give_pin("12345678").marks(1).does_not_read(hint)
+
+
+def test_a_sign_in_that_hangs_says_so(phone: Phone) -> None:
+    phone.stop_clock().ignore("auth").open().give_pin().is_busy().wait(4.5)
+    phone.does_not_read("Slow").wait(1).reads("Slow connection. Still trying.")
+    phone.wait(10).reads("Can't reach waker.").does_not_read("Slow").marks(0)
+
+
+def test_caps_lock_is_told(phone: Phone) -> None:
+    phone.tell("off").open().give_pin().sees("off").part("passphrase").focus()
+    event = "new KeyboardEvent('keyup', {bubbles: true, modifierCapsLock: %s})"
+    for state, told in (("true", phone.reads), ("false", phone.does_not_read)):
+        phone.page.evaluate(f"document.activeElement.dispatchEvent({event % state})")
+        told("Caps Lock is on.")
+    plain = "document.activeElement.dispatchEvent(new Event('keyup', {bubbles: true}))"
+    phone.page.evaluate(plain)  # as a password manager does
+    assert phone.sees("off").console == []
+
+
 def test_secrets_are_sent_as_they_were_typed(phone: Phone) -> None:
     """Neither the page nor a phone's keyboard changes them."""
     spaced = " A\N{COMBINING DIAERESIS}".ljust(510) + " "  # of 512 bytes
@@ -836,7 +887,8 @@ def test_signing_in_again_loses_neither_passphrase_nor_start(phone: Phone) -> No
     phone.answer("start", 401, EXPIRED).press("Wake and unlock").sees("pin")
     phone.tell("off").give_pin().sees("off")
     phone.offers("Wake and unlock").show("off", "waking").sees("starting")
-    phone.expire().reads("Signed out during a start").does_not_read("Details")
+    phone.expire().reads("Enter your PIN to see how the start goes.")
+    phone.does_not_read("Details")
     phone.tell("off", "waking").give_pin().sees("starting")
     # After its restart, waker knows nothing of a start.
     phone.expire().sees("pin").tell("off").give_pin().reads(lost)
@@ -873,6 +925,8 @@ def test_a_wrong_passphrase_is_told_with_what_may_help(phone: Phone) -> None:
     phone.does_not_read("a space").reads("Show it, and look for a typo.")
     caret = "(e) => [e.selectionStart, e.selectionEnd]"
     assert phone.part("passphrase").evaluate(caret) == [1, 1]
+    phone.open_details().hold("wol").press("Wake only").is_busy().marks(1)
+    phone.take_held().abort()
     phone.hold("start").start("y").is_busy()
     assert phone.message() == ""
     phone.take_held().fulfill(json=STARTED)
