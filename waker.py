@@ -219,7 +219,7 @@ class Outcome(enum.Enum):
     NOT_CONFIRMED = "not_confirmed", 500, "Not confirmed: the passphrase "
     GAVE_UP = "gave_up", 500, "the server stopped asking and must be restarted"
     HOST_KEY_DIFFERS = "host_key_differs", 500, "the host key differs: "
-    KEY_REFUSED = "key_refused", 500, "the server refused waker's SSH key "
+    KEY_REFUSED = "key_refused", 500, "the server refused waker's SSH key: "
     NOT_ASKED = "not_asked", 500, ""  # trying again is safe
     NOT_AWAKE = "not_awake", 500, ""
     NOT_UP = "not_up", 500, ""
@@ -697,7 +697,7 @@ def log_in(transport: "Transport", config: Config) -> None:
         detail = "the SSH server hung up or stopped responding during login"
         raise UnlockError(Outcome.NOT_ASKED, detail)
     if not transport.is_authenticated():
-        detail = f"{fingerprint(key.asbytes())} for user {config.user}: add it to the"
+        detail = f"{fingerprint(key.asbytes())} for user {config.user}. Add it to the"
         detail += " initrd's authorized_keys and rebuild the initrd, or correct"
         detail += " WAKER_SSH_USER. If it is there, that user may be locked (root:! in"
         detail += " the initrd's /etc/shadow)"

@@ -142,12 +142,12 @@ def test_an_answer_of_somebody_else_is_not_taken_for_wakers(
         person = Person(engine, between.client)
         for words, answer in told.items():
             between.answer = answer
-            person.open().enters(PIN).reads(f"not waker {words}.").has_focus("pin")
+            person.open().enters(PIN).reads(f"answered {words}.").has_focus("pin")
         between.answer = None
         person.open().enters(PIN).reads("Off").has_focus("passphrase")
         for words, answer in told.items():
             between.answer = answer
-            person.reads(f"not waker {words}.")
+            person.reads(f"answered {words}.")
         between.answer = None
         person.has_focus("passphrase").enters(PASSPHRASE).reads("Started in")
 

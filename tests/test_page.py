@@ -556,7 +556,7 @@ def test_after_a_night_in_a_drawer_nothing_is_shown_as_now(phone: Phone) -> None
 def test_an_answer_of_somebody_else_is_not_taken_for_wakers(phone: Phone) -> None:
     phone.stop_clock().tell("off").open()
     for status, body, helps in STRANGERS.values():
-        told = "not waker (a redirect)" if status == 302 else f"not waker ({status})"
+        told = "answered (a redirect)" if status == 302 else f"answered ({status})"
         reload = ["Reload"] * helps
         phone.answer("auth", status, body)
         phone.give_pin().reads(told).offers("Sign in", *reload).sees("pin")
@@ -958,6 +958,19 @@ def test_what_another_phone_did_is_not_blamed_on_this_one(phone: Phone) -> None:
     phone.does_not_read("Last time")
 
 
+def test_what_an_administrator_needs_stands_in_the_details(phone: Phone) -> None:
+    key = f"SHA256:{'x' * 43}"
+    refused = (
+        f"the server refused waker's SSH key: {key} for user root. " + "Add it. " * 20
+    )
+    phone.tell("locked", "failed", "key_refused", message=refused).open().give_pin()
+    phone.reads("Last time: The server refused waker's SSH key. See Details.")
+    phone.does_not_read("Add it").open_details().reads("Add it").reads("for user root")
+    short = "after 10 minutes, the server did not answer: check Wake-on-LAN."
+    phone.tell("off", "failed", "not_awake", message=short).look()
+    phone.reads("did not answer: check Wake\u2011on\u2011LAN.")  # does not break in two
+
+
 def test_typing_is_not_interrupted_by_news(phone: Phone) -> None:
     phone.tell("off").open().give_pin().sees("off").type_passphrase()
     doubt = "booting", "not_confirmed"
@@ -1010,7 +1023,7 @@ def test_an_alarm_says_what_it_can_be_and_presses_nobody(phone: Phone) -> None:
     phone.press("Try again").sees("foreign").offers("Unlock", "Wake only")
     assert phone.focus() == "passphrase"
     phone.tell("up", *ALARM).open().give_pin().sees("foreign").offers("Try again")
-    phone.show("locked", "cancelled", "unlocked").sees("opened").offers("It asks")
+    phone.show("locked", "cancelled", "unlocked").sees("opened").offers("Enter the")
     assert phone.page.evaluate(colour) == "rgba(0, 0, 0, 0)"
 
 

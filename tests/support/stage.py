@@ -34,11 +34,11 @@ BUTTONS = {
     "starting": ("",),  # Cancel, or Stop watching
     "doubtful": ("Enter another", "Stop watching"),
     "up": (),
-    "opened": ("It asks again",),
+    "opened": ("Enter the passphrase again",),
     "silent": ("Enter passphrase",),
     "unknown": ("Enter passphrase",),
     "foreign": ("Try again",),
-    "stuck": ("It was restarted",),
+    "stuck": ("I've restarted it",),
 }
 PHASES = ("waking", "unlocking", "booting", "done")
 SENT = ("unlocked", "not_confirmed", "wrong_passphrase", "gave_up", "up")
@@ -451,5 +451,5 @@ def around_a_start(phone: Phone) -> Iterator[str]:
     phone.lose_connection()
     yield "up, connection lost"
     phone.answer("status", 403, "<h1>Forbidden</h1>").look()
-    phone.reads("not waker (403)").offers("Wake only", "Reload")
+    phone.reads("answered (403)").offers("Wake only", "Reload")
     yield "up, somebody else answers"
