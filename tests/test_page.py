@@ -75,8 +75,9 @@ def new_phone(chromium: Browser) -> Iterator[NewPhone]:
     phones: list[Phone] = []
 
     def make(client: Client, **options: Any) -> Phone:
-        quiet = {"reduced_motion": "reduce"} | options  # animations take a processor
-        page = chromium.new_page(has_touch=True, is_mobile=True, **quiet)
+        usual: dict[str, Any] = {"has_touch": True, "is_mobile": True}
+        usual |= {"reduced_motion": "reduce"}  # animations take a processor
+        page = chromium.new_page(**usual | options)
         phones.append(Phone(page, client).resize(320, 640))
         return phones[-1]
 
@@ -109,14 +110,15 @@ VIOLATIONS = """async (rules) => {
 # In the dark only the colours differ.
 RULES: dict[Any, dict[str, str]] = {"light": {}, "dark": {"runOnly": "color-contrast"}}
 # What is cut, or too small for a finger. An iPhone zooms into a field with small text.
-FAULTS = """() => [...document.querySelectorAll("label, button, input, summary, li, p")]
+FAULTS = """() => [...document.querySelectorAll(
+        "label, button, input, a, summary, li, p")]
     .filter((e) => e.getClientRects().length)
     .filter((e) => !e.matches("[role=status], [readonly]"))  // not for the eye
     .filter((e) => {
         const { width, height } = e.getBoundingClientRect();
         const size = parseFloat(getComputedStyle(e).fontSize);
         const isSmall = Math.min(width, height) < 44;
-        if (isSmall && e.matches("button, input, summary")) return true;
+        if (isSmall && e.matches("button, input, a, summary")) return true;
         if (e.matches("input")) return size < 16 || e.clientWidth < 7 * size;
         return e.scrollWidth > e.clientWidth;
     }).map((e) => e.id || e.textContent)"""
@@ -158,7 +160,10 @@ def test_a_phone_that_is_opened_late_shows_the_same_start(phone: Phone) -> None:
     phone.give_pin().reads("1:00").reads("Unlocked").reads("You can close this page.")
     expect(phone.page).to_have_title(re.compile("1:00.*Home server"))
     expect(steps.and_(phone.page.locator(".done"))).to_have_count(2)
-    expect(steps.and_(phone.page.locator("[aria-current=step]"))).to_have_text("Boot")
+    here = steps.and_(phone.page.locator("[aria-current=step]"))
+    expect(here).to_have_text("Boot")
+    dot = "(each) => getComputedStyle(each, '::before').content"
+    assert here.evaluate(dot) == '""'  # it is drawn: fonts have other ones
     for outcome in ("unlocked", "already_open", "not_confirmed"):
         phone.show("booting", "booting", outcome).offers("Stop watching")
     times = 0, 38, 42, 60
@@ -316,6 +321,25 @@ def test_motion_and_colours_are_left_to_their_owner(phone: Phone) -> None:
     assert page.evaluate(turning) == 0
 
 
+def test_the_browsers_bar_has_the_pages_colour(phone: Phone) -> None:
+    """In both schemes, and where nothing else is drawn."""
+    told = """() => {
+        const bars = [...document.querySelectorAll("[name=theme-color]")];
+        const bar = bars.find((each) => matchMedia(each.media).matches);
+        const probe = document.body.appendChild(document.createElement("i"));
+        probe.style.color = bar.content;
+        return [getComputedStyle(probe).color,
+            getComputedStyle(document.body).backgroundColor];
+    }"""
+    phone.open()
+    colours = []
+    for scheme in RULES:
+        phone.page.emulate_media(color_scheme=scheme)
+        colours.append(phone.page.evaluate(told))
+    assert [bar for bar, ground in colours] == [ground for bar, ground in colours]
+    assert colours[0] != colours[1]
+
+
 def test_seconds_pass_between_polls_and_never_run_back(phone: Phone) -> None:
     phone.stop_clock().tell("off", "waking", "", 0, 3).open().give_pin().reads("0:03")
     phone.ignore("status").wait(2).reads("0:05")
@@ -356,16 +380,27 @@ def test_what_a_form_needs_stays_above_a_phones_keyboard(phone: Phone) -> None:
             assert phone.css("sign", "width") == "40px"
 
 
-def test_a_start_fits_a_phone_on_its_side_and_a_desktop(phone: Phone) -> None:
-    phone.tell("off", "waking", "", 0, 9).open().give_pin().sees("starting")
+SIDEWAYS = (844, 390), (844, 340), (600, 340)
+LOWEST = """() => Math.max(...[...document.querySelectorAll("input, .action, summary")]
+    .map((e) => e.getBoundingClientRect().bottom))"""
+
+
+def test_every_view_fits_a_phone_on_its_side_and_a_desktop(phone: Phone) -> None:
+    """Without scrolling to a button, whatever the text beside it says."""
+    phone.tell("off").open().sees("pin")
+    for size in SIDEWAYS:
+        assert phone.resize(*size).page.evaluate(LOWEST) <= size[1]
+    phone.give_pin().sees("off")
+    for told, view, _ in [(("off",), "off", ""), *TOLD.values()]:
+        phone.show(*told).sees(view)
+        for size in SIDEWAYS:
+            assert phone.resize(*size).page.evaluate(LOWEST) <= size[1], (view, size)
+    phone.show("off", "waking", "", 0, 9).sees("starting")
+    for size in SIDEWAYS:
+        assert max(map(phone.resize(*size).bottom, ("steps", "line"))) <= size[1]
     phone.resize(844, 390)
-    assert max(map(phone.bottom, ("steps", "cancel", "line"))) <= 390
-    wide = phone.box("card")["width"]
-    phone.show("booting", "failed", "not_up")  # has nothing for the second column
-    assert phone.box("card")["width"] < wide / 1.5
-    assert phone.sees("silent").bottom("insist") <= 390
     phone.show("locked").open_details()  # beside a high column
-    assert phone.box("headline")["y"] - phone.bottom("name") < 20
+    assert phone.bottom("headline") - phone.box("card")["y"] < 100
     phone.resize(1280, 800)
     assert 80 <= phone.box("card")["y"] <= 200  # it does not hang from the top
 
@@ -471,6 +506,31 @@ def test_the_second_of_two_taps_hits_nothing(phone: Phone) -> None:
     assert phone.count("start") == 1
     slow.send("Animation.setPlaybackRate", {"playbackRate": 1000})
     phone.press("Cancel").until(lambda: phone.count("start") == 2)
+
+
+def test_what_can_be_clicked_looks_like_it_and_responds(
+    api: Client, new_phone: NewPhone
+) -> None:
+    """Each button has an outline: nobody touches one that is not seen."""
+    phone = new_phone(api, has_touch=False, is_mobile=False)
+    page = phone.page
+    phone.tell("up", link="http://x/").open().give_pin().sees("up")
+    cursors = """[...document.querySelectorAll("button, summary, a")]
+        .map((each) => getComputedStyle(each).cursor)"""
+    assert {*page.evaluate(cursors)} == {"pointer"}
+    phone.show("off", "waking").sees("starting")
+    quiet, field = (phone.css(each, "border-color") for each in ("cancel", "pin"))
+    assert quiet == field
+    for part in (phone.part("cancel"), page.locator("summary")):
+        look = "(each) => getComputedStyle(each).boxShadow"
+        looks = [part.evaluate(look)]
+        part.hover()
+        looks.append(part.evaluate(look))
+        page.mouse.down()
+        looks.append(part.evaluate(look))
+        assert len({*looks}) == 3
+        page.mouse.move(0, 0)  # or it would be a click
+        page.mouse.up()
 
 
 # ---- Only what is true now -----------------------------------------------------------
@@ -1019,6 +1079,11 @@ def test_an_alarm_says_what_it_can_be_and_presses_nobody(phone: Phone) -> None:
     keys = phone.page.locator("#more code")
     expect(keys).to_have_text([f"SHA256:{'x' * 43}", f"SHA256:{'y' * 43}"])
     expect(keys.first).to_have_css("display", "block")
+    key, around = (each.bounding_box() for each in (keys.first, phone.part("more")))
+    assert key
+    assert around
+    middles = [each["x"] + each["width"] / 2 for each in (key, around)]
+    assert middles[0] == pytest.approx(middles[1], abs=1)
     assert phone.page.evaluate(colour) == "rgba(0, 0, 0, 0)"
     phone.press("Try again").sees("foreign").offers("Unlock", "Wake only")
     assert phone.focus() == "passphrase"
