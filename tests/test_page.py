@@ -290,6 +290,19 @@ def test_the_moment_when_it_is_unlocked_is_seen(phone: Phone) -> None:
     expect(ticks).to_have_count(0)
 
 
+def test_the_end_leads_to_what_the_server_is_for(phone: Phone) -> None:
+    link = phone.page.get_by_role("link")
+    phone.tell("up").open().give_pin().sees("up").does_not_read("Open")
+    address = "https://home.example/start?x#y"
+    phone.show("up", "done", "up", 0, 38, 42, 62, 62, link=address).offers()
+    expect(link).to_have_text("Open Home server")
+    expect(link).to_have_attribute("href", address)
+    phone.show("off", "done", "up", 0, 38, 42, 62, 62, link=address).sees("off")
+    expect(link).to_have_count(0)
+    # That start was an earlier one.
+    phone.open_details().reads("Last time: From waker")
+
+
 def test_motion_and_colours_are_left_to_their_owner(phone: Phone) -> None:
     page, dawn = phone.page, phone.part("dawn")
     turning = """document.getAnimations().filter(

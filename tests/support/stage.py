@@ -418,6 +418,9 @@ def during_a_start(phone: Phone) -> Iterator[str]:
     yield "unlocked, with a forecast"
     phone.show("up", "done", "up", 0, 38, 42, 62, 62).reads("Started in 1\u00a0min")
     yield "up"
+    link = "https://home.example/"
+    phone.show("up", "done", "up", 0, 38, 42, 62, 62, link=link).reads("Open Home")
+    yield "up, with a link"
 
 
 def around_a_start(phone: Phone) -> Iterator[str]:
