@@ -1033,6 +1033,15 @@ def test_what_another_phone_did_is_not_blamed_on_this_one(phone: Phone) -> None:
     phone.show("off").hold("start").start("x ").take_held().abort()
     phone.tell(*wrong).look().sees("locked").reads("with a space").marks(0)
     phone.does_not_read("Last time")
+    # And even if it was tried again meanwhile.
+    phone.show("off").hold("start").start("x ").take_held().abort()
+    phone.answer("start", 409, {"error": "Another start is running"}).start("x ")
+    phone.reads("Another start").tell("off", "waking", "", 0, 2).look().sees("starting")
+    phone.show(*wrong).reads("with a space")
+    # What is typed since stays.
+    phone.type_passphrase("corrected")
+    phone.show("locked", "booting", "not_confirmed", **other).sees("doubtful")
+    assert phone.passphrase() == "corrected"
 
 
 def test_what_an_administrator_needs_stands_in_the_details(phone: Phone) -> None:
