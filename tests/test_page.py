@@ -572,9 +572,11 @@ def test_a_reload_during_a_start_needs_no_pin(phone: Phone) -> None:
     assert page.evaluate(kept) == ["token 0"]
     size = phone.box("sign")["width"]
     phone.hold("status").reload().sees("resuming").does_not_read("PIN")
+    phone.part("pin").evaluate("(e) => { e.value = 'typed before'; }")
     phone.take_held().abort()
     phone.waits_for("Stay until it is unlocked").sees("starting")
     assert phone.box("sign")["width"] == size
+    assert phone.part("pin").input_value() == ""
     phone.tell("off", "failed", "not_awake").look().sees("off")
     assert page.evaluate(kept) == []
     phone.reload().sees("pin")
@@ -619,12 +621,15 @@ def test_a_lost_connection_is_shown_and_recovers_by_itself(phone: Phone) -> None
 def test_after_a_night_in_a_drawer_nothing_is_shown_as_now(phone: Phone) -> None:
     old = phone.page.locator("[data-old]")
     phone.stop_clock().tell("up").open().give_pin().sees("up").ignore("status")
-    phone.wait(10)  # a poll is under way
+    phone.wait(14)  # two polls are under way
+    assert phone.polls() == 2
     phone.page.clock.set_system_time("2030-01-02T08:00:01Z")
     phone.look().sees("up").does_not_read("Last seen")  # no words flash up
     expect(old).to_have_count(1)
     expect(phone.page.locator("header")).to_have_css("filter", "grayscale(1)")
+    assert phone.polls() == 3
     phone.wait(1.5).reads("Last seen 8\u00a0h ago.").sees("up")
+    expect(phone.page.get_by_role("status")).to_have_text("Not current.")
     expect(phone.page).to_have_title(re.compile("^Last seen 8\u00a0h ago . Home"))
     phone.wait(11).reads("Slow connection. Last seen 8\u00a0h ago.")
     phone.tell("off").waits_for("It does not answer.").is_current()
