@@ -429,6 +429,16 @@ def around_a_start(phone: Phone) -> Iterator[str]:
     yield "PIN, not encrypted"
     phone.give_pin("12345678").marks(1)
     yield "PIN, wrong"
+    phone.give_pin("12345679").reads("on the box")
+    yield "PIN, wrong again"
+    error = {"error": "Too many attempts; try again in 57 s"}
+    many: Any = {"status": 429, "headers": WAKERS | {"Retry-After": "57"}}
+    phone.hold("auth").give_pin().take_held().fulfill(json=error, **many)
+    phone.reads("again in 5")
+    yield "PIN, too many"
+    phone.hold("auth").give_pin().wait(6).reads("Still trying").take_held().abort()
+    phone.reads("Can't reach")
+    yield "PIN, connection lost"
     phone.give_pin().sees("unknown").offers("Enter passphrase")
     yield "unknown"
     phone.answer("wol", 200, {"message": KEYS}).show("off").open_details()
@@ -448,6 +458,12 @@ def around_a_start(phone: Phone) -> Iterator[str]:
     yield "not confirmed, another passphrase"
     phone.abort("status").wait(4).reads("reach waker")
     yield "not confirmed, connection lost"
+    phone.tell("off", "waking").open().give_pin().sees("starting").expire()
+    phone.reads("how the start goes")
+    yield "PIN, during a start"
+    phone.tell("up").open().give_pin().sees("up").ignore("status")
+    phone.wait(40).reads("Last seen")
+    yield "up, seen long ago"
     phone.tell("up").open().give_pin().sees("up").open_details()
     phone.reads("another device").offers("Wake only")
     yield "up, details"
