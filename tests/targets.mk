@@ -46,7 +46,8 @@ breaks: $(VENV)/done ## break each promise: does a test notice? BREAK="some word
 	tests/enter $(BIN)/python tests/breaks.py $(BREAK)
 
 screenshots: $(VENV)/done ## take pictures of the page in every state
-	@FONTCONFIG_FILE=tests/support/browsers/fonts.conf fc-match Inter | grep -q Inter || { echo "need the font Inter (package fonts-inter)"; false; }
+	@FONTCONFIG_FILE=tests/support/browsers/fonts.conf fc-match Inter | grep -q Inter || \
+		{ echo "need the font Inter (package fonts-inter)"; false; }
 	mkdir -p dist/screenshots docs/images
 	$(PYTEST) --numprocesses 3 -m browsers -k every_state --screenshots dist/screenshots \
 		tests/test_page.py
