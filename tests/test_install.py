@@ -32,11 +32,10 @@ from conftest import (
     wait_for,
 )
 from machine import Machine
+from packing import BLOCKED, COMPILE, pack, unpack
 from ssh_servers import free_port, says, ssh_to
 from stand_ins import calls, stub
-from test_openwrt import BLOCKED
-from test_pack import COMPILE, pack, unpack
-from test_prepare import Terminal
+from terminal import Terminal
 
 from box import system
 

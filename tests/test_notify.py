@@ -3,16 +3,12 @@
 The script runs as on a box, with the real `waker state`. Its phone is an HTTP server.
 """
 
-import contextlib
 import os
 import pty
 import re
-import secrets
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import cycle
 from pathlib import Path
 
@@ -20,11 +16,10 @@ import pytest
 from boxes import PYTHON, need_system_python
 from conftest import CHECKOUT, each, environment, need
 from machine import CLOSED, OPEN, SILENT, Machine
+from phones import UP, WAITING, Phone, hello
 from ssh_servers import free_port
 from stand_ins import mounted, stub
 
-WAITING = "The server is waiting for its passphrase."
-UP = "The server is up."
 PORTS = {
     "off": (SILENT, SILENT),
     "unknown": (SILENT, SILENT),
@@ -35,56 +30,6 @@ PORTS = {
 PLACES = "etc", "run", "usr/local", "var/lib"  # of the box
 NO_ROUTE = "224.0.0.1"  # nobody connects to a multicast address
 Ended = subprocess.CompletedProcess[str]
-
-
-def hello(state: str) -> str:
-    return f"Messages from waker arrive here. The server is {state}."
-
-
-class Phone(ThreadingHTTPServer):
-    """Receives messages. Like ntfy, it repeats the topic in its answer."""
-
-    def __init__(self, address: str = "127.0.0.1") -> None:
-        super().__init__((address, 0), Receiver)
-        self.topic = f"/{secrets.token_hex(8)}"
-        self.url = f"http://{address}:{self.server_port}{self.topic}"
-        self.status = 200
-        self.paths: list[str] = []
-        self.tokens: list[str] = []
-        self.messages: list[str] = []  # that it has accepted
-        self.processes = b""  # their arguments and environments, when one arrived
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator["Phone"]:
-        with self:
-            threading.Thread(target=self.serve_forever, args=(0.05,)).start()
-            try:
-                yield self
-            finally:
-                self.shutdown()
-
-
-class Receiver(BaseHTTPRequestHandler):
-    server: Phone
-
-    def do_POST(self) -> None:
-        message = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        for file in ("cmdline", "environ"):
-            for path in Path("/proc").glob(f"[0-9]*/{file}"):
-                with contextlib.suppress(OSError):  # it has ended, or is another user's
-                    self.server.processes += path.read_bytes()
-        self.server.paths.append(self.path)
-        self.server.tokens.append(self.headers.get("Authorization", ""))
-        if self.server.status == 200:
-            self.server.messages.append(message)
-        self.send_response(self.server.status)
-        self.send_header("Location", f"/elsewhere{self.path}")  # followed by a GET
-        self.end_headers()
-        self.wfile.write(f'{{"topic": "{self.path}"}}'.encode())
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
 
 
 @pytest.fixture

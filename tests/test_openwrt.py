@@ -6,16 +6,7 @@ from pathlib import Path
 
 from conftest import CHECKOUT, PAGE, PASSPHRASE, PIN, daemon, environment
 from machine import Machine
-from test_pack import pack, run, unpack
-
-# Modules that are neither in python3-light nor in the dependencies of python3-paramiko,
-# except for those that only these modules import. Source:
-# lang/python/python3/files/*.mk of openwrt/packages, 24.10 and 25.12.
-BLOCKED = """
-asyncio cgi cgitb curses dbm decimal distutils doctest ensurepip idlelib lib2to3 lzma
-multiprocessing pydoc pydoc_data readline sqlite3 tkinter turtledemo unicodedata
-unittest uuid venv webbrowser xml xmlrpc
-"""
+from packing import BLOCKED, pack, run, unpack
 
 
 def test_the_one_file_and_the_documented_packages_are_enough(

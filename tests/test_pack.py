@@ -21,31 +21,17 @@ from conftest import (
     run_waker,
 )
 from machine import Machine
+from packing import COMPILE, pack, run, unpack
 
 TOP = ["ui.html", "waker.env.example", "waker.init", "waker.py", "waker.service"]
 CODE = [*CHECKOUT.glob("box/**/*.py")]
 RUN = {"__main__.py", "waker.py", *(str(p.relative_to(CHECKOUT)) for p in CODE)}
-COMPILE = "--compile"
-
-
-def pack(source: Path, target: Path, *options: str, by: tuple[str, ...] = ()) -> Path:
-    """Pack the program with this Python."""
-    command = [*by, sys.executable, "-IS", str(CHECKOUT / "box/pack.py"), *options]
-    subprocess.run([*command, str(source), str(target)], check=True)
-    return target
 
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     """The one file, as people copy it."""
     return pack(CHECKOUT, tmp_path / "waker")
-
-
-def run(program: Path, *arguments: str, **variables: str) -> tuple[int, str]:
-    """Run it with this Python; returns its status and all that it printed."""
-    command = sys.executable, str(program)
-    ended = run_waker(*arguments, settings=variables, program=command)
-    return ended.returncode, ended.stdout + ended.stderr
 
 
 def replace(program: Path, name: str, data: bytes) -> None:
@@ -77,13 +63,6 @@ def test_the_same_sources_make_the_same_file_with_any_python(
     assert made.stat().st_mode & 0o777 == 0o755  # README: sudo dist/waker check
     for origin in (program, unpack(program, tmp_path / "unpacked")):
         assert pack(origin, tmp_path / "again").read_bytes() == program.read_bytes()
-
-
-def unpack(program: Path, folder: Path) -> Path:
-    """Unpack it with Python's own tool, as README says."""
-    command = [sys.executable, "-m", "zipfile", "-e", str(program), str(folder)]
-    subprocess.run(command, check=True)
-    return folder
 
 
 def test_what_cannot_be_packed_replaces_no_program(

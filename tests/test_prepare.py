@@ -11,9 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -35,26 +33,15 @@ from conftest import (
     wait_for,
 )
 from homelab import new_key, tcp_server
-from ssh_servers import DEFAULT, free_port, process
+from packing import pack
+from reported import ANSWER, HOST, HOST_KEY, LINES, MAC, OTHER_KEY, REPORTED
+from ssh_servers import free_port, process
 from stand_ins import calls, stub
-from test_pack import pack
+from terminal import Terminal
 
 import waker
 from box import prepare
 
-MAC, HOST = "52:54:00:12:34:56", "127.0.0.77"
-BLOB = b"\0\0\0\x0bssh-ed25519\0\0\0 "
-HOST_KEY = "ssh-ed25519 " + base64.b64encode(BLOB + bytes(32)).decode()
-OTHER_KEY = "ssh-ed25519 " + base64.b64encode(BLOB + bytes(range(32))).decode()
-REPORTED = {
-    "WAKER_HOMELAB_MAC": MAC,
-    "WAKER_HOMELAB_HOST": HOST,
-    "WAKER_INITRD_SSH_PORT": "2222",
-    "WAKER_SYSTEM_SSH_PORT": "2022",
-    "WAKER_SSH_HOST_KEY": HOST_KEY,
-}
-LINES = "".join(f"{name}={value}\n" for name, value in REPORTED.items())
-ANSWER = f"waker-begin NONCE\n{LINES}waker-end NONCE\n"
 EXAMPLE = CHECKOUT.joinpath("waker.env.example").read_text()
 PREPARE = CHECKOUT.joinpath("server/prepare.py").read_text()
 
@@ -127,57 +114,6 @@ restart)
 esac
 """
 STARTED = ["systemctl enable waker", "systemctl restart waker"]
-
-
-class Terminal:
-    """A program at a terminal, and what it has printed."""
-
-    def __init__(self, command: list[str], patience: float = 60) -> None:
-        self._patience = patience  # seconds without a word
-        self._master, end = pty.openpty()
-        # A terminal that is closed tells its shell, which ends the rest.
-        shell = [*DEFAULT, "sh", "-c", '"$@"; exit', "sh", *command]
-        leader = [need("setsid"), "--ctty", "--wait", *shell]
-        self._process = subprocess.Popen(leader, stdin=end, stdout=end, stderr=end)
-        os.close(end)
-        self.printed = ""
-        self._answered = 0
-
-    def _read(self) -> bool:
-        assert select.select([self._master], [], [], self._patience)[0], self.printed
-        try:
-            text = os.read(self._master, 65536).decode(errors="replace")
-        except OSError:  # the last program has closed it
-            return False
-        # Between ssh's end and ours, both the server's terminal and this one add a \r.
-        before, last = self.printed[:-9], self.printed[-9:] + text
-        self.printed = before + re.sub("\r+\n", "\n", last)
-        return True
-
-    def asks(self, prompt: str) -> bool:
-        """Wait until it asks for something; returns whether it does."""
-        while prompt not in self.printed[self._answered :]:
-            if not self._read():
-                return False
-        return True
-
-    def answer(self, prompt: str, text: str) -> None:
-        """Type a line when it asks for it."""
-        assert self.asks(prompt), self.printed
-        self._answered = len(self.printed)
-        os.write(self._master, f"{text}\n".encode())
-
-    def hang_up(self) -> None:
-        """Close the terminal's window."""
-        os.close(self._master)
-        self._process.wait(60)
-
-    def end(self) -> int:
-        """Return the exit status."""
-        while self._read():
-            pass
-        os.close(self._master)
-        return self._process.wait(60)
 
 
 PROGRAM = "/usr/bin/python3", "/mnt/program", "prepare"

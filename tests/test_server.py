@@ -18,7 +18,7 @@ from facts import Refused, describe
 from namespaces import hosts
 from recorded import BOX, GRUB, GRUB_KERNEL, RECORDED, TABLE, find, probed
 from simulated import DROPBEAR, KEY, PROGRAM, Server
-from test_prepare import Terminal
+from terminal import Terminal
 
 OWN_KEY = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'B' * 43} me"
 LIMITED = (

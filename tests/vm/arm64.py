@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 from bench import EMPTY_SERVER, Figures, compare, figure, show_head, show_row
+from booted import INSTALL, LISTENS, Box
 from computer import Owner, computer_of
 from conftest import PASSPHRASE, PIN, PROGRAM, Client, make, need, need_root
 from guests import ADDRESS, ARCHIVE, LAN, MAC, ROUTER, run, set_up
 from homelab import ANOTHER_MAC
 from machine import Machine
 from namespaces import ip
-from test_box import INSTALL, LISTENS, Box
 
 pytestmark = pytest.mark.timeout(2 * 3600)
 # Apart from `.vm`, which guests.py removes as a whole.

@@ -7,12 +7,12 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
-from computer import MAGIC, PATIENCE, Computer, Owner, computer_of
+from booted import INSTALL, LISTENS, Box
+from computer import MAGIC, PATIENCE, Owner, computer_of
 from conftest import (
     PASSPHRASE,
     PIN,
@@ -37,12 +37,11 @@ from guests import (
 )
 from homelab import Homelab
 from namespaces import hosts
-from test_notify import UP, WAITING, Phone, hello
-from test_prepare import ANSWER, HOST_KEY
+from phones import UP, WAITING, Phone, hello
+from reported import ANSWER, HOST_KEY
 
 import waker
 
-INSTALL = "python3 waker install --yes"
 KEPT = [f"/etc/waker/{name}" for name in ("ssh_key", "ssh_key.pub", "waker.env")]
 INSTALLED = [
     "/etc/waker 700 0 0",
@@ -94,53 +93,6 @@ import importlib.util, zipfile
 code = zipfile.ZipFile("/usr/local/bin/waker").read("waker.pyc")
 print(code.startswith(importlib.util.MAGIC_NUMBER))
 """
-LISTENS = "ss -lnt | grep -q :8080"  # with Type=exec, a service is active before that
-
-
-@dataclass
-class Box:
-    """A booted Debian, and root's shell on it."""
-
-    computer: Computer
-
-    def run(self, command: str, given: bytes = b"") -> str:
-        """Run a command, which must succeed; returns what it printed."""
-        return self.computer.run(command, given)
-
-    def wait(self, command: str) -> None:
-        """Wait until a command succeeds."""
-        ssh = self.computer.ssh
-        wait_for(lambda: ssh(command), lambda done: done.returncode == 0, PATIENCE)
-
-    def send(self, folder: Path, to: str) -> None:
-        """Copy what is in a folder."""
-        pack = [need("tar"), "-C", str(folder), "-c", "."]
-        packed = subprocess.run(pack, check=True, capture_output=True).stdout
-        self.run(f"mkdir -p {to}; tar -C {to} --no-overwrite-dir -x", packed)
-
-    def write(self, path: str, content: str) -> None:
-        self.run(f"cat > {path} && chmod 600 {path}", content.encode())
-
-    def settle(self, settings: dict[str, str]) -> None:
-        """Write the settings."""
-        lines = [f"{name}={value}\n" for name, value in settings.items()]
-        self.write("/etc/waker/waker.env", "".join(lines))
-
-    def journal(self) -> list[str]:
-        """Read what waker has logged."""
-        read = "journalctl --sync; journalctl -q --identifier=waker --output=cat"
-        return self.run(read).splitlines()
-
-    def show(self, name: str) -> str:
-        """Read a property of the unit."""
-        return self.run(f"systemctl show waker --value -p {name}").strip()
-
-    def fail_to_start(self) -> list[str]:
-        """Check that the service does not start; returns the lines that say why."""
-        self.run("systemctl restart waker")
-        self.wait("systemctl is-failed waker")
-        assert (self.show("ExecMainStatus"), self.show("NRestarts")) == ("78", "0")
-        return self.journal()
 
 
 def new_machine(folder: Path, address: str = "127.0.0.1") -> Homelab:

@@ -12,8 +12,8 @@ from bare import ASKING, DISK, PASSWORD, ROOT_KEY, Bare, ready
 from computer import PATIENCE, Computer, Owner, computer_of, waker_on
 from conftest import CHECKOUT, PASSPHRASE, need, wait_for
 from guests import ADDRESS, run
-from test_pack import pack
-from test_prepare import Terminal
+from packing import pack
+from terminal import Terminal
 
 import waker
 
