@@ -10,12 +10,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import prepare
 import pytest
 from conftest import CHECKOUT, need, need_other_users
 from recorded import GRUB, GRUB_KERNEL, SERVERS, TABLE, find, probed
 
 KEY = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'A' * 43} waker"
 DROPBEAR = "/etc/dropbear/initramfs"
+OWN_KEY = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'B' * 43} me"
+LIMITED = (
+    "no-port-forwarding,no-agent-forwarding,no-X11-forwarding,no-pty,"
+    f'command="cryptroot-unlock" {KEY}\n'
+)
+CONF = "/etc/initramfs-tools/conf.d/waker"
+RECORD = str(prepare.RECORD)
+KEYS = f"{DROPBEAR}/authorized_keys"
+STATIC = "IP=192.168.1.20::192.168.1.1:255.255.255.0"
+MARKED = f"--yes --nonce 5eed '{KEY}'"
 PROGRAM = "PYTHONPATH=server /usr/bin/python3 -m prepare"  # compiled once
 # It has Debian's initramfs-tools, and only lacks settings.
 LAYERS = """
@@ -40,6 +51,13 @@ exec sleep 1000
 """
 # What prepare.py looks at there itself, unless a test replaces it.
 REAL = ("crypttab", "own_ip", "own_options", "images", "grub", "menu", "boot")
+
+
+def answers(said: str) -> list[str]:
+    """Return what is between the markers, which come last."""
+    *settings, end = said.partition("\nwaker-begin 5eed\n")[2].splitlines()
+    assert end == "waker-end 5eed"
+    return [line for line in settings if not line.startswith("WARNING: ")]
 
 
 @dataclass
