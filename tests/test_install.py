@@ -695,45 +695,41 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
     return interpose(tmp_path_factory.mktemp("library"), CUT)
 
 
-def cut_power(box: Box, library: str, moment: int) -> bool:
-    """Install, and cut the power at that moment; returns whether it came to that.
+def cut_power(box: Box, library: str, moment: int) -> None:
+    """Install, and cut the power at that moment.
 
     Check that the program and its unit are whole: the old ones or the new ones.
     """
     before = box.installed()
     command = f"LD_PRELOAD={library} CUT_AT={moment} {PYTHON} waker install --yes"
     status, shown = box.call("sh", "-c", f"{command}; exit $?")
-    assert status in (0, 128 + signal.SIGKILL), shown
+    assert status == 128 + signal.SIGKILL, shown
     after = box.installed()
     for name, file in new().items():
         assert after.get(name) in (before.get(name), file)
-    return bool(status)
 
 
-@pytest.mark.parametrize("moment", [1, 2, 5, 8, 11, 12])
+@pytest.mark.parametrize("moment", [5, 11])
 def test_a_power_cut_leaves_nothing_half_done_on_a_new_box(
     box: Box, library: str, moment: int
 ) -> None:
     """It has five files, each of which is synced and renamed, and one sync of all."""
-    is_cut = cut_power(box, library, moment)
-    assert is_cut == (moment <= 11)
-    if is_cut:
-        assert box.install().endswith((PREPARE, CHECK))
+    cut_power(box, library, moment)
+    assert box.install().endswith((PREPARE, CHECK))
     files = box.installed()
     assert {*files} == {PROGRAM, UNIT, SETTINGS, KEY, PUBLIC}
     derived = box.run(f"ssh-keygen -yf {KEY}").strip()
     assert files[PUBLIC][1].decode() == f"{derived} waker\n"
 
 
-@pytest.mark.parametrize("moment", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("moment", [2, 5])
 def test_a_power_cut_leaves_the_old_waker_or_the_new_one(
     box: Box, library: str, moment: int
 ) -> None:
+    """It replaces two files, and syncs all."""
     old = put_old(box)
-    is_cut = cut_power(box, library, moment)
-    assert is_cut == (moment <= 5)  # two files, and one sync of all
-    if is_cut:
-        box.install()
+    cut_power(box, library, moment)
+    box.install()
     assert box.installed() == old | new()
 
 

@@ -19,7 +19,7 @@ from simulated import (
 )
 
 
-@pytest.mark.parametrize("moment", [1, 4, 9, 14, 19])
+@pytest.mark.parametrize("moment", [4, 14])
 def test_an_interruption_is_undone_or_finished(server: Server, moment: int) -> None:
     """The owner had put waker's key there before, without a limit."""
     server.write(KEYS, f"{KEY}\n", 0o600)
@@ -34,7 +34,7 @@ def test_an_interruption_is_undone_or_finished(server: Server, moment: int) -> N
 
     cut_power_and_boot()
     said = server.undo(check=False)
-    assert "Undone" in said or ("nothing to undo" in said and moment == 1)
+    assert "Undone" in said
     server.run("rm -rf /var/lib/waker-prepare")
     assert server.files_of_the_owner() == bare
 
@@ -56,32 +56,30 @@ def test_an_interruption_is_undone_or_finished(server: Server, moment: int) -> N
 
 DAMAGED = (
     *("", "[{", "{}", "[1]", "[{}]", '[["FILE", "/x"]]', '[["X", "/x", "", ""]]'),
-    '[["KEY", "/x", "", ""]]',
+    *('[["KEY", "/x", "", ""]]', '[["FILE", "/x", 1, ""]]'),
 )
 
 
-@pytest.mark.parametrize("text", [*DAMAGED, '[["FILE", "/x", 1, ""]]'])
-def test_a_damaged_record_is_kept_and_named(server: Server, text: str) -> None:
-    server.write(RECORD, text)
-    before = server.files()
-    for arguments in (f"--yes '{KEY}'", "--yes --undo"):
-        said = server.prepare(arguments, check=False)
-        assert f"Nothing was changed on this server: {RECORD} is damaged" in said
-    assert server.files() == before
+def test_a_damaged_record_is_kept_and_named(server: Server) -> None:
+    for text in DAMAGED:
+        server.write(RECORD, text)
+        before = server.files()
+        for arguments in (f"--yes '{KEY}'", "--yes --undo"):
+            said = server.prepare(arguments, check=False)
+            words = f"Nothing was changed on this server: {RECORD} is damaged"
+            assert words in said, text
+        assert server.files() == before
 
 
 @pytest.mark.parametrize(
     "keys",
     [
-        f"# me\f{OWN_KEY}\n",  # one comment, not an active key
-        f"# me\r{OWN_KEY}\n",
-        f"{OWN_KEY}\r\n{KEY}\r\n",
-        f"{KEY}\n{OWN_KEY}\n{KEY} again",
-        f"{OWN_KEY} \udcff\n",
-        f"{KEY}\n{LIMITED}",
+        # Comments, not active keys; a name that is no UTF-8; lines as on Windows.
+        f"# me\f{OWN_KEY}\n# me\r{OWN_KEY}\n{OWN_KEY} \udcff\n{KEY}\r\n",
+        f"{KEY}\n{OWN_KEY}\n{LIMITED}{KEY} again",
         "",
     ],
-    ids=range(7),
+    ids=["odd bytes", "twice", "empty"],
 )
 def test_own_keys_stay_to_the_byte(server: Server, keys: str) -> None:
     owners = keys.encode(errors="surrogateescape")
