@@ -11,7 +11,7 @@ DESTDIR ?=
 PREFIX ?= /usr/local
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /make \1	/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z0-9-]*\):.*## /make \1	/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: $(VENV)/run ## try waker with a simulated server; LISTEN=0.0.0.0:8080
 	@$(BIN)/python tests/support/homelab.py $(LISTEN)
@@ -42,4 +42,4 @@ $(VENV)/run: tests/run_requirements.txt
 
 include tests/targets.mk
 
-.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' $(MAKEFILE_LIST))
+.PHONY: $(shell sed -n 's/^\([a-z0-9-]*\):.*/\1/p' $(MAKEFILE_LIST))

@@ -79,8 +79,12 @@ WORKERS = {"test_page": 4, "test_install": 4}
 WAITS = "test_check", "test_start", "test_unlock", "test_watch"
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+@pytest.hookimpl(tryfirst=True)  # before -m selects, and before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        is_simulated = "simulation" in getattr(item, "fixturenames", ())
+        if is_simulated and not item.get_closest_marker("quick"):
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.stem not in WAITS)
     for number, item in enumerate(items):
         if count := WORKERS.get(item.path.stem):
@@ -429,6 +433,15 @@ def daemon(
         process.kill()  # even if it takes no signal any more
         process.wait()
         raise
+
+
+@pytest.fixture
+def simulation() -> None:
+    """A whole box or server is simulated, so the test is slow unless marked as quick.
+
+    It has several users, and writes to what is root's.
+    """
+    need_other_users()
 
 
 @pytest.fixture

@@ -7,9 +7,13 @@ PYTEST := tests/enter $(BIN)/python -m pytest $(PYTEST_ARGS)
 # More than there are processors, because most tests mostly wait.
 ALL := --numprocesses 10 --dist loadgroup
 FEW := --numprocesses 9 --maxschedchunk 1
+QUICK := -m "not browsers and not slow"
 
-test: $(VENV)/done ## run most tests, or T=tests/test_watch.py, or T='-k broadcast'
-	$(PYTEST) $(if $(T),$(FEW) $(T),$(ALL))
+test: $(VENV)/done ## run the quick tests, or T=tests/test_watch.py, or T='-k broadcast'
+	$(PYTEST) $(if $(T),$(FEW) $(T),$(ALL) $(QUICK))
+
+test-all: $(VENV)/done ## run all but the tests below, as root
+	$(PYTEST) $(ALL)
 
 test-browsers: $(VENV)/done .venv-qt6.5/done .venv-qt6.2/done ## run slow tests of the page, also in other engines
 	$(PYTEST) --numprocesses 3 --maxschedchunk 1 -m browsers \

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import prepare
+import pytest
 from conftest import CHECKOUT, need, need_other_users, wait_for
 from namespaces import hosts
 from recorded import RECORDED
@@ -63,6 +64,7 @@ def test_dracuts_image_assembles_the_arrays_of_the_root_alone(server: Server) ->
     assert run_module(server, commands, ON_LVM["disks"]) == ""
 
 
+@pytest.mark.quick
 def test_dracuts_image_has_roots_login_shell(server: Server) -> None:
     """Without it, sshd refuses root."""
     server.write("/etc/passwd", "root:x:0:0:root:/root:/usr/bin/fish\nsshd:x:1:1\n")
@@ -224,6 +226,7 @@ def clean(folder: Path, most: int, *, close: bool) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_cards_are_left_as_they_were_found(tmp_path: Path) -> None:
     """Addresses, routes, and the settings of the kernel. dracut's own network settings
     do not count. Before that, the verdict on the passphrase reaches its client.
@@ -239,6 +242,7 @@ def test_cards_are_left_as_they_were_found(tmp_path: Path) -> None:
     assert noted["before"] == noted["after"]
 
 
+@pytest.mark.slow
 def test_a_connection_keeps_the_cards_for_three_seconds_at_most(tmp_path: Path) -> None:
     noted = clean(tmp_path, most=3, close=False)
     assert int(noted["stopped"]) - int(noted["begun"]) > 2e9  # it counts whole seconds

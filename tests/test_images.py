@@ -53,6 +53,7 @@ gzip() { cat early.cpio; command gzip; }
 """
 
 
+@pytest.mark.quick
 def test_a_wrong_image_is_never_put_in_place(server: Server) -> None:
     """Neither by the undo, which needs less of it."""
     image = server.image
@@ -177,6 +178,7 @@ def test_the_kept_image_is_removed_with_its_kernel(server: Server) -> None:
     assert "Nothing was changed" in server.prepare()
 
 
+@pytest.mark.quick
 def test_the_hook_adds_the_drivers_of_card_and_bus(server: Server) -> None:
     server.set(drivers="eth0 /lib/modules/card /lib/modules/phy\n")
     server.prepare(check=False)  # there are no such modules

@@ -165,6 +165,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=[*CASES])
 def test_each_outcome_of_a_systemd_initrd(tmp_path: Path, case: Any) -> None:
     """And each disk is given what is meant for it, and nothing else."""
@@ -176,6 +177,7 @@ def test_each_outcome_of_a_systemd_initrd(tmp_path: Path, case: Any) -> None:
         assert (tmp_path / "tried").read_text().splitlines() == tried
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["dash", "busybox sh", "bash --posix"])
 def test_any_passphrase_works_in_any_shell(tmp_path: Path, shell: str) -> None:
     need(shell.partition(" ")[0])

@@ -63,7 +63,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def box(program: Path, tmp_path: Path) -> Iterator[Box]:
+def box(simulation: None, program: Path, tmp_path: Path) -> Iterator[Box]:
     with new_box(tmp_path / "box", program) as box:
         yield box
 
@@ -143,6 +143,7 @@ def pids(box: Box) -> list[str]:
 # ---- A new box -----------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_a_new_box_gets_all_that_it_lacks_and_is_told_what_is_next(box: Box) -> None:
     """The key is shown nowhere: `waker prepare` sends it. Nothing is started yet."""
     box.run(f"rm {box.paramiko}")
@@ -353,6 +354,7 @@ def test_what_a_refusal_advises_leads_on(box: Box) -> None:
     box.install()
 
 
+@pytest.mark.quick
 def test_a_system_whose_changes_are_in_memory_is_refused(box: Box) -> None:
     """As with the overlay file system of Raspberry Pi OS."""
     box.run(
@@ -406,6 +408,7 @@ def test_the_installed_program_can_install_itself_again(box: Box) -> None:
     assert box.run(f"sha256sum {PROGRAM}") == before
 
 
+@pytest.mark.quick
 def test_another_installation_must_have_ended(box: Box) -> None:
     """Or this one could replace a key that the other one has just made."""
     lock = "/run/waker-install.lock"
@@ -519,6 +522,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.quick
 @each("first reason", REFUSED)
 def test_a_service_that_could_not_start_again_stops_an_upgrade(
     first: str, reason: str, box: Box
@@ -647,6 +651,7 @@ for service in system.find_services(system.SYSTEMD):
 """
 
 
+@pytest.mark.quick
 def test_services_are_what_systemd_says(box: Box) -> None:
     stub(box.stubs / "systemctl", SYSTEMCTL.format(box.folder, CHECKOUT))
     box.folder.joinpath("shown").write_text(SHOWN.replace("\\\n", ""))

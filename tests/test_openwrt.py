@@ -4,11 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import CHECKOUT, PAGE, PASSPHRASE, PIN, daemon, environment
 from machine import Machine
 from packing import BLOCKED, pack, run, unpack
 
 
+@pytest.mark.slow
 def test_the_one_file_and_the_documented_packages_are_enough(
     machine: Machine, tmp_path: Path
 ) -> None:

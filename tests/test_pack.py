@@ -84,6 +84,7 @@ def test_what_cannot_be_packed_replaces_no_program(
 # ---- What is installed ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_installed_is_what_was_read(program: Path, tmp_path: Path) -> None:
     """README's command shows it. The code runs, so to compare sources shows nothing."""
     need("cmp")
@@ -177,6 +178,7 @@ def test_help_lists_each_command_and_a_wrong_one_is_told_them(program: Path) -> 
         assert re.findall("[a-z]+", error.split("choose from")[1]) == [*commands]
 
 
+@pytest.mark.slow
 def test_a_command_may_stand_behind_options(program: Path, tmp_path: Path) -> None:
     file = tmp_path / "waker.env"
     file.write_text("no setting")

@@ -402,6 +402,7 @@ LOWEST = """() => Math.max(...[...document.querySelectorAll("input, .action")].m
     (e) => e.getBoundingClientRect().bottom))"""
 
 
+@pytest.mark.slow
 def test_every_view_fits_a_phone_on_its_side_and_a_desktop(phone: Phone) -> None:
     """Without scrolling to a button."""
     phone.tell("off").open().sees("pin")
@@ -442,6 +443,7 @@ BROKEN = """() => {
 }"""
 
 
+@pytest.mark.slow
 def test_text_that_a_browser_enlarges_is_not_cut(phone: Phone) -> None:
     """As Samsung's browser and Android's WebViews do, whatever the sizes in styles."""
     adjust = "text-size-adjust: 200% !important"
@@ -470,6 +472,7 @@ def test_large_letters_and_long_names_fit(phone: Phone) -> None:
         assert phone.page.evaluate(WIDTH) <= 320
 
 
+@pytest.mark.slow
 def test_no_button_slides_under_a_finger(phone: Phone) -> None:
     """When a message comes or goes: the second of two taps could start the server."""
     page = phone.page
@@ -635,6 +638,7 @@ def test_after_a_night_in_a_drawer_nothing_is_shown_as_now(phone: Phone) -> None
     phone.tell("off").waits_for("It does not answer.").is_current()
 
 
+@pytest.mark.slow
 def test_an_answer_of_somebody_else_is_not_taken_for_wakers(phone: Phone) -> None:
     phone.stop_clock().tell("off").open()
     for status, body, helps in STRANGERS.values():
@@ -654,6 +658,7 @@ def test_an_answer_of_somebody_else_is_not_taken_for_wakers(phone: Phone) -> Non
         (phone.press("Reload") if helps else phone.open()).sees("pin").reads("Sign in")
 
 
+@pytest.mark.slow
 def test_every_view_without_a_start_can_send_the_wake_up_signal(phone: Phone) -> None:
     """Something that answers at the address may not be the server."""
     phone.answer("wol", 200, {"message": "Sent to somebody"}).tell("off").open()
@@ -1238,6 +1243,7 @@ UNABLE = {
 }
 
 
+@pytest.mark.slow
 def test_a_browser_that_cannot_run_the_page_says_why(
     api: Client, new_phone: NewPhone
 ) -> None:

@@ -29,7 +29,6 @@ from conftest import (
     has_other_users,
     interpose,
     need,
-    need_other_users,
     wait_for,
 )
 from homelab import new_key, tcp_server
@@ -199,8 +198,7 @@ class Home:
 
 
 @pytest.fixture
-def home(disk_path: Path) -> Iterator[Home]:
-    need_other_users()
+def home(simulation: None, disk_path: Path) -> Iterator[Home]:
     need("sudo")
     home, port = Home(disk_path / "home"), free_port()
     copy_checkout(home.folder / "checkout")
@@ -234,6 +232,7 @@ WAYS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("way", WAYS)
 def test_one_command_prepares_the_server_and_starts_waker(home: Home, way: str) -> None:
     """One password for SSH, one for sudo, and one question."""
@@ -279,6 +278,7 @@ def test_any_login_shell_will_do(shell: str, home: Home) -> None:
     assert arguments[:3] == ["--yes", "--interface", "a $HOME"]
 
 
+@pytest.mark.quick
 def test_root_is_who_knows_its_password(home: Home) -> None:
     """If the user may not use sudo, or is root, as on a router without sudo.
 
@@ -324,6 +324,7 @@ def test_a_server_without_python_says_what_to_install(home: Home) -> None:
         home.assert_untouched(shown)
 
 
+@pytest.mark.quick
 def test_a_command_of_the_users_for_this_server_is_not_run(home: Home) -> None:
     """Some open tmux wherever they log in. ssh refuses to run two commands.
 
@@ -337,6 +338,7 @@ def test_a_command_of_the_users_for_this_server_is_not_run(home: Home) -> None:
     assert not home.folder.joinpath("ran").exists()
 
 
+@pytest.mark.quick
 def test_a_lost_connection_leaves_nothing_on_the_server(home: Home) -> None:
     terminal = home.log_in()
     assert terminal.asks("Go on?")
@@ -347,6 +349,7 @@ def test_a_lost_connection_leaves_nothing_on_the_server(home: Home) -> None:
     assert home.settings.read_text() == home.example
 
 
+@pytest.mark.quick
 def test_undo_leaves_the_settings_alone(home: Home) -> None:
     for command in ("umount", "rmdir"):  # it needs no waker on this computer
         subprocess.run(home.enter(command, "/etc/waker"), check=True)
@@ -419,6 +422,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.quick
 def test_nothing_is_written_unless_the_preparation_has_succeeded(home: Home) -> None:
     for lie, words in REFUSED.values():
         home.write("answer", lie)
@@ -447,6 +451,7 @@ def test_nothing_is_written_unless_the_preparation_has_succeeded(home: Home) -> 
 NOTES = "WARNING: it offers no Wake-on-LAN.", "TO DO: reserve 192.168.1.20."
 
 
+@pytest.mark.quick
 def test_what_the_owner_must_do_comes_last(home: Home) -> None:
     """And without an escape sequence, if a program reads it."""
     notes = "\n".join(NOTES)
@@ -677,6 +682,7 @@ def test_an_old_python_gets_as_far_as_wakers_own_words() -> None:
     ast.parse(source, feature_version=(3, 9))
 
 
+@pytest.mark.quick
 def test_what_would_fail_later_fails_at_once(home: Home) -> None:
     def fails(words: str, *options: str, command: Sequence[str] = PROGRAM) -> None:
         terminal = home.run(*command, *options)
@@ -752,6 +758,7 @@ def test_a_port_that_is_set_in_a_drop_in_is_the_one_where_the_page_must_be(
     assert home.prepare().endswith(f"phone at http://127.0.0.1:{port}/.\n")
 
 
+@pytest.mark.quick
 def test_another_program_on_the_port_is_named(home: Home) -> None:
     answer = b"HTTP/1.1 200 OK\r\n\r\nhello"
     with tcp_server(lambda tcp: tcp.sendall(answer), port=home.page):

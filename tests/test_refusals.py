@@ -264,6 +264,7 @@ def test_systemd_counts_only_if_it_runs(server: Server) -> None:
     assert probe(server, "init") == ""
 
 
+@pytest.mark.quick
 def test_dracuts_settings_are_read_as_dracut_does(server: Server) -> None:
     """In the order of their names; the owner's file hides one of the same name."""
     own, nine = "/etc/dracut.conf.d/own.conf", "/usr/lib/dracut/dracut.conf.d/9.conf"
@@ -274,6 +275,7 @@ def test_dracuts_settings_are_read_as_dracut_does(server: Server) -> None:
     assert lines == ["/etc/dracut.conf", f"{nine} dm", f"{own} dm crypt dm"]
 
 
+@pytest.mark.quick
 def test_a_boot_loader_gives_its_name(server: Server) -> None:
     """In UTF-16, behind four bytes of attributes."""
     variables = "/sys/firmware/efi/efivars"
@@ -318,6 +320,7 @@ def record(server: Server, kept: str) -> None:
     server.write("/var/lib/waker-prepare/record.json", json.dumps([change]))
 
 
+@pytest.mark.quick
 def test_undo_needs_a_writable_boot_only_to_remove_what_is_there(
     server: Server,
 ) -> None:
@@ -355,6 +358,7 @@ def test_undo_needs_no_systemd(server: Server) -> None:
     assert server.files_of_the_owner() == bare
 
 
+@pytest.mark.quick
 def test_undo_accepts_images_that_never_had_systemd_cryptsetup(server: Server) -> None:
     """As 4.0.0 left a server with dracut. But it puts none in place of one that has it.
 

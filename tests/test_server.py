@@ -219,6 +219,7 @@ def test_the_card_keeps_wake_on_lan_from_now_on(server: Server) -> None:
     assert [line for line in lines if unit in line] == asked
 
 
+@pytest.mark.quick
 def test_a_server_is_prepared_once_and_undone(server: Server) -> None:
     bare, image = server.files_of_the_owner(), server.image
     said = server.prepare(MARKED)
@@ -303,6 +304,7 @@ def test_a_server_of_waker_3_is_taken_over_and_given_back(server: Server) -> Non
     assert {name: server.read(name) for name in old} == old
 
 
+@pytest.mark.quick
 def test_a_server_of_waker_3_1_is_taken_over(server: Server) -> None:
     """A comment that has changed needs no new image. Its record is understood."""
     server.write(KEYS, f"{OWN_KEY}\n{KEY}\n")
@@ -408,6 +410,7 @@ echo "Inst ethtool (1:6.1-1 Debian:12.12/oldstable [amd64])"
 """
 
 
+@pytest.mark.quick
 def test_packages_are_installed_before_an_image_is_built(server: Server) -> None:
     """What is only upgraded with them is not undone."""
     packages = f"{probed()['packages']}dropbear-initramfs install installed\n"

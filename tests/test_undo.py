@@ -97,6 +97,7 @@ def test_own_keys_stay_to_the_byte(server: Server, keys: str) -> None:
     assert server.run(f"stat -c %a {KEYS}") == "640\n"
 
 
+@pytest.mark.quick
 def test_what_the_owner_has_changed_since_is_not_lost(server: Server) -> None:
     """In what was written, in GRUB's menu, or beside waker's key."""
     menu, own_entry = "/boot/grub/custom.cfg", "menuentry 'mine' {\n}\n"
@@ -137,6 +138,7 @@ def package(name: str) -> dict[str, str | None]:
     return {"kind": "PACKAGE", "name": name, "text": "", "before": None}
 
 
+@pytest.mark.quick
 def test_undo_removes_packages_but_not_what_opens_the_disk(server: Server) -> None:
     """Nor what lets its owner do that with another key."""
     need("tcsh")

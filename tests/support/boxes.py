@@ -15,7 +15,7 @@ from pathlib import Path
 
 import paramiko
 import pytest
-from conftest import need, need_other_users
+from conftest import need
 from stand_ins import stub
 
 PYTHON = "/usr/bin/python3"
@@ -234,7 +234,6 @@ def need_system_python() -> None:
 @contextlib.contextmanager
 def new_box(folder: Path, program: Path) -> Iterator[Box]:
     """Make a box with systemd and paramiko, to which a program was copied."""
-    need_other_users()  # to write to what is root's
     for name in ("nsenter", "systemctl", "ssh"):
         need(name)
     need_system_python()

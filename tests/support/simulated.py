@@ -12,7 +12,7 @@ from pathlib import Path
 
 import prepare
 import pytest
-from conftest import CHECKOUT, need, need_other_users
+from conftest import CHECKOUT, need
 from recorded import GRUB, GRUB_KERNEL, SERVERS, TABLE, find, probed
 
 KEY = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'A' * 43} waker"
@@ -146,8 +146,7 @@ class Server:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    need_other_users()  # to write to what is root's
+def server(simulation: None, tmp_path: Path) -> Iterator[Server]:
     for program in ("unmkinitramfs", "cpio", "dropbearkey", "ethtool", "systemctl"):
         need(program)
     shutil.copytree(CHECKOUT / "server", tmp_path / "server")
