@@ -1,5 +1,7 @@
 """HTTP: one answer for each request, crowds of clients, and difficult systems."""
 
+from __future__ import annotations  # names of waker.py may go
+
 import http.client
 import re
 import resource

@@ -4,6 +4,8 @@ If an answer would take a real machine minutes, or needs a bad network, the test
 `Phone` answers instead of the daemon.
 """
 
+from __future__ import annotations  # names of waker.py may go
+
 import contextlib
 import ctypes.util
 import itertools

@@ -1,5 +1,7 @@
 """A start: wake, wait, unlock and watch, and what goes wrong on the way."""
 
+from __future__ import annotations  # names of waker.py may go
+
 import contextlib
 import os
 import re
@@ -448,28 +450,24 @@ def test_a_start_that_cannot_unlock_wakes_nothing(machine: Machine) -> None:
     assert "not sent" in answer.json["message"]
 
 
-OFF = waker.PortStates(waker.PortState.SILENT, waker.PortState.SILENT)
-UP = OFF._replace(system=waker.PortState.OPEN)
-LOCKED = OFF._replace(initrd=waker.PortState.OPEN)
-
-
-class Scripted(waker.Watcher):
-    """Finds what a test wants, in this order, and then nothing."""
-
-    found: list[waker.PortStates]
-    error: Any = None
-
-    def probe(self, now: float, *, fresh: bool = False) -> waker.PortStates:
-        if self.error:
-            raise self.error
-        return self.found.pop(0)
+OFF, UP, LOCKED = (SILENT, SILENT), (SILENT, OPEN), (OPEN, SILENT)
 
 
 def starter_of(
     machine: Machine, process: Sequence[str] = UNLOCK
-) -> tuple[waker.Starter, Scripted]:
-    config = machine.config(machine.settings(PIN=PIN))
-    watcher = Scripted(config)
+) -> tuple[waker.Starter, Any]:
+    """Return a starter, and its watcher, which finds what a test wants."""
+
+    class Scripted(waker.Watcher):
+        found: list[tuple[str, str]]  # in this order, and then nothing
+        error: Any = None
+
+        def probe(self, now: float, *, fresh: bool = False) -> waker.PortStates:
+            if self.error:
+                raise self.error
+            return waker.PortStates(*map(waker.PortState, self.found.pop(0)))
+
+    watcher = Scripted(machine.config(machine.settings(PIN=PIN)))
     return waker.Starter(watcher, (process, {})), watcher
 
 

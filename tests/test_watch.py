@@ -267,38 +267,38 @@ def test_requests_that_come_during_a_probe_wait_for_it(machine: Machine) -> None
     assert [states.members()["state"] for states in shown] == ["booting"]
 
 
-class Busy(waker.Watcher):
-    """Takes as long for a probe as a test wants, and counts the probes."""
+def busy_watcher(seconds: float) -> Any:
+    """Return a watcher whose probes take that long, and which counts them."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__(waker.Config())
-        self.seconds = seconds
-        self.count = 0
-        self.begun, self.may_end = threading.Event(), threading.Event()
+    class Busy(waker.Watcher):
+        count = 0
+        begun, may_end = threading.Event(), threading.Event()
 
-    def _probe_ports(self, now: float, *, fresh: bool) -> None:
-        self.count += 1
-        self.begun.set()
-        self.may_end.wait(self.seconds)
+        def _probe_ports(self, now: float, *, fresh: bool) -> None:
+            self.count += 1
+            self.begun.set()
+            self.may_end.wait(seconds)
+
+    return Busy(waker.Config())
 
 
 def test_a_status_that_waited_for_a_probe_makes_none() -> None:
     """Both together could take 1.6 s."""
 
     def count_probes() -> int:
-        watcher = Busy(seconds=0.4)
+        watcher = busy_watcher(0.4)
         with ThreadPoolExecutor() as pool:
             pool.submit(watcher.probe, 0, fresh=True)
             watcher.begun.wait(50)
             watcher.probe_for_status(9)
-        return watcher.count
+        return int(watcher.count)
 
     # A busy computer may need a second attempt.
     wait_for(count_probes, lambda count: count == 1, seconds=8)
 
 
 def test_the_status_does_not_wait_for_several_decisions() -> None:
-    watcher = Busy(seconds=9)  # as for one decision after the other
+    watcher = busy_watcher(9)  # as for one decision after the other
     with ThreadPoolExecutor() as pool:
         deciding = pool.submit(watcher.probe, 0, fresh=True)
         watcher.begun.wait(50)

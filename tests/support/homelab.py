@@ -8,6 +8,8 @@ another host key. Off means off: its ports swallow connections, as a sleeping ma
 paramiko.
 """
 
+from __future__ import annotations  # names of waker.py may go
+
 import contextlib
 import os
 import socket
