@@ -72,6 +72,13 @@ NewPhone = Callable[..., Phone]
 
 
 @pytest.fixture
+def inter() -> None:
+    """Skip without the font in which these places and breaks are known."""
+    if not [*Path("/usr/share/fonts").rglob("Inter*")]:
+        pytest.skip("need the font Inter (package fonts-inter)")
+
+
+@pytest.fixture
 def new_phone(chromium: Browser) -> Iterator[NewPhone]:
     """Make phones, whose consoles must be empty at the end."""
     phones: list[Phone] = []
@@ -230,6 +237,7 @@ PLACES = """() => [...document.querySelectorAll("h1, #line, li, #cancel, summary
     .map((e) => e.getBoundingClientRect().top)"""
 
 
+@pytest.mark.usefixtures("inter")
 def test_the_end_is_worth_waiting_for(phone: Phone) -> None:
     """Nothing moves until then. The ring closes, it is day, and the steps stay."""
     page, arc = phone.page, phone.part("arc")
@@ -379,6 +387,7 @@ def test_seconds_pass_between_polls_and_never_run_back(phone: Phone) -> None:
 # ---- What fits where -----------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("inter")
 def test_what_a_form_needs_stays_above_a_phones_keyboard(phone: Phone) -> None:
     bottom = """() => Math.max(...[...document.querySelectorAll(".action")]
         .slice(0, 2).map((e) => e.getBoundingClientRect().bottom))"""
