@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import (
     BOX,
+    CHECKOUT,
     MACHINE,
     MODULE,
     PASSPHRASE,
@@ -295,7 +296,10 @@ def test_only_without_any_setting_the_usual_file_is_read(tmp_path: Path) -> None
     assert ended.stderr.startswith("WAKER_HOMELAB_HOST is not set")
 
     # Whoever forgets sudo may not read the file.
+    tmp_path.chmod(0o755)
+    owner = CHECKOUT.stat().st_uid  # who can read that, even in a private home
     rights = "--bounding-set=-dac_override,-dac_read_search"
-    ended = run_waker("state", by=(*by, need("setpriv"), rights))
+    become = need("setpriv"), f"--reuid={owner}", "--keep-groups", rights
+    ended = run_waker("state", by=(*by, *become))
     assert (ended.returncode, ended.stdout) == (78, "")
     assert ended.stderr == "/etc/waker/waker.env cannot be read; use sudo\n"
