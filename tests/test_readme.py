@@ -94,17 +94,30 @@ def test_the_messages_they_explain_are_in_the_program() -> None:
     assert {*start["phase"]["enum"], *filter(None, start["outcome"]["enum"])} <= words
 
 
-def test_the_curl_lines_do_what_they_say(machine: Machine) -> None:
+def run_in_bash(script: str, port: int) -> str:
+    """Run a script for the API, which reads both secrets; returns what it printed."""
     need("curl")
     need("jq")
+    script = script.replace("ADDRESS-OF-THE-BOX:8080", f"127.0.0.1:{port}")
+    given = f"{PIN}\n{PASSPHRASE}\n"
+    command = [need("bash"), "-ec", script]
+    return subprocess.check_output(command, input=given, text=True, timeout=60)
+
+
+def test_the_curl_lines_do_what_they_say(machine: Machine) -> None:
     script = "\n".join(blocks("docs/api.md", "## A session"))
     with machine.waker() as started:
-        box = f"127.0.0.1:{started.client.port}"
-        script = script.replace("ADDRESS-OF-THE-BOX:8080", box)
-        printed = subprocess.check_output(
-            [need("bash"), "-ec", script], input=f"{PIN}\n{PASSPHRASE}\n", text=True
-        )
+        printed = run_in_bash(script, started.client.port)
     assert re.search('(?s)"Started.*"waking.*"Cancelling.*"Magic packet', printed)
+
+
+def test_the_loop_waits_until_the_server_is_up(api: Client) -> None:
+    """It signs in again when the token has expired."""
+    script = "\n".join(blocks("docs/api.md", "## A session")[:2])  # up to the start
+    (loop,) = blocks("docs/api.md", "## Wait until")
+    script += "T=expired\n" + loop.replace("sleep 3", "sleep 0.1")
+    printed = run_in_bash(script, api.port)
+    assert printed.endswith("\nThe system is up. Unlocked: cryptroot.\n")
 
 
 def test_home_assistant_wakes_and_shows_the_state(machine: Machine) -> None:
