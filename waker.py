@@ -61,7 +61,7 @@ if TYPE_CHECKING:  # imported only where needed, to save memory; paramiko takes 
 
     from paramiko import Channel, PKey, Transport
 
-__version__ = "4.0.0"
+__version__ = "5.0.0"
 HERE: Final = Path(__file__).resolve().parent  # a folder, or the one file
 
 # ---- Values --------------------------------------------------------------------------
