@@ -2007,7 +2007,8 @@ def print_unlock(config: Config) -> int:
         result = read_and_unlock(config)
         members = result._asdict() | {"outcome": result.outcome.word}
         os.write(1, f"{json.dumps(members)}\n".encode())
-    except BrokenPipeError:  # the daemon has ended
+    except OSError as error:  # the daemon has ended, or a disk is full
+        log(f"the result cannot be printed: {error.strerror}")
         return os.EX_IOERR
     except Exception as error:  # noqa: BLE001 - its text might quote a secret
         log(describe_bug(error))

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -264,6 +265,13 @@ def test_waker_unlock_prints_when_it_sends_and_then_the_result(
     assert sent == [{"sent": True}] * is_sent
     assert result.keys() == {"outcome", "sent", "message"}
     assert (result["outcome"], result["sent"]) == (outcome, is_sent)
+
+
+def test_a_result_that_cannot_be_printed_has_a_status_of_its_own() -> None:
+    full = "sh", "-c", 'exec "$@" >/dev/full', "sh"
+    ended = run_waker("unlock", settings=MACHINE, by=full)
+    words = "the result cannot be printed: No space left on device\n"
+    assert (ended.returncode, ended.stderr) == (os.EX_IOERR, words)
 
 
 # ---- The passphrase ------------------------------------------------------------------
