@@ -34,7 +34,7 @@ else
 	install -D -m 644 -t "$(DESTDIR)$(PREFIX)/lib/systemd/system" dist/waker.service
 endif
 
-# A small virtual environment, to run waker. PARAMIKO=VERSION has one of its own.
+# A small virtual environment, to run waker. Each PARAMIKO=VERSION has its own.
 $(VENV)/run: tests/run_requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(if $(PARAMIKO),paramiko==$(PARAMIKO),-r $<)

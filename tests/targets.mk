@@ -2,9 +2,9 @@
 
 # Tests start hundreds of processes, which should not compile everything again.
 export PYTHONDONTWRITEBYTECODE :=
-# Some need root, which an ordinary user may be in namespaces.
+# Some tests need root. tests/enter makes an ordinary user root in namespaces.
 PYTEST := tests/enter $(BIN)/python -m pytest $(PYTEST_ARGS)
-# More than there are processors, because most tests mostly wait.
+# More processes than processors, because most tests mostly wait.
 ALL := --numprocesses 10 --dist loadgroup
 FEW := --numprocesses 9 --maxschedchunk 1
 QUICK := -m "not browsers and not slow"
@@ -19,7 +19,7 @@ test-browsers: $(VENV)/done .venv-qt6.5/done .venv-qt6.2/done ## run slow tests 
 	$(PYTEST) --numprocesses 3 --maxschedchunk 1 -m browsers \
 		tests/test_browsers.py tests/test_page.py
 
-# More than two processors can run, because guests often wait.
+# Three guests, even on two processors, because they often wait.
 test-vm: $(VENV)/done ## unlock encrypted servers in QEMU, as root
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --numprocesses 3 --maxschedchunk 1 tests/vm
 
@@ -76,7 +76,7 @@ clean: ## remove what the other targets made
 	rm -rf .venv* .vm .vm-arm64 .vm-bare .hypothesis .*_cache dist
 	find . -name __pycache__ -prune -exec rm -r {} +
 
-# Another ten times as big, to test it.
+# A virtual environment that is ten times as big, to test waker.
 $(VENV)/done: tests/requirements.txt $(VENV)/run
 	$(PIP) -r $<
 	touch $@
