@@ -22,7 +22,7 @@ run: $(VENV)/run ## run the daemon, with settings from the environment or ENV_FI
 dist: ## build the one file to copy, dist/waker
 	@mkdir -p dist
 	@$(PYTHON) -IS box/pack.py . dist/waker
-	@$(if $(filter dist,$(MAKECMDGOALS)),echo "Now run this on the box: sudo python3 dist/waker install")
+	@$(if $(filter dist,$(MAKECMDGOALS)),echo "Now install it on the box: see step 1 in README.md")
 
 install: dist ## install waker on this computer; or, with DESTDIR= and PREFIX=, for a package
 ifeq ($(DESTDIR),)
