@@ -176,10 +176,8 @@ def check_ports_and_mac(config: Config) -> Iterator[Finding]:
         "initrd's port": config.initrd_port,
         "system's port": config.system_port,
     }
-    is_answered = False
     for subject, port in ports.items():
         state, banner = waker.probe_port(config.host, port, banner=True)
-        is_answered |= state in (PortState.OPEN, PortState.CLOSED)
         text, verdict = f"{config.host}, port {port} {state.value}", HINT
         if state is PortState.OPEN:
             text = f"{text}; it says {banner or 'nothing'}"
@@ -198,7 +196,7 @@ def check_ports_and_mac(config: Config) -> Iterator[Finding]:
         hint += " server is off, another device has its address: give each its own. If"
         hint += " it is on, take the MAC of the card that wakes it from `ip link` there"
         hint += " (or ignore this, if a Wi-Fi repeater answers for the server)"
-        yield "MAC address", hint, LOOK if is_answered else HINT
+        yield "MAC address", hint, LOOK
 
 
 def check_unlocking(config: Config) -> Iterator[Finding]:
@@ -254,7 +252,8 @@ def check(config: Config, file: Path | None) -> int:
         try:
             print(waker.printable(f"{verdict:7}{subject:15}{text}"), flush=True)
         except OSError as error:
-            sys.exit(f"standard output: {error.strerror}")
+            waker.log(f"standard output: {error.strerror}")
+            os._exit(1)  # or Python would try to write the rest, and complain
         status |= verdict == WRONG
     return status
 

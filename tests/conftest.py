@@ -28,9 +28,11 @@ from homelab import MAC, Homelab, Settings
 import waker
 
 pytest_plugins = ["machine", "namespaces", "simulated"]  # which have fixtures
-# The options and variables of the make that runs the tests are not for theirs.
+# The options and variables of the make that runs the tests are not for theirs. Nor is
+# what keeps Python from buffering its output, as it does for users.
 for variable in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "DESTDIR", "INIT", "PREFIX"):
     os.environ.pop(variable, None)
+os.environ.pop("PYTHONUNBUFFERED", None)
 PROGRAM = waker.__file__
 CHECKOUT = Path(PROGRAM).parent
 # The page, and the icon at its end, which is served by itself.

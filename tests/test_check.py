@@ -279,7 +279,7 @@ def test_the_mac_address_is_compared_with_arp(home: Home, tmp_path: Path) -> Non
     for host, own, words in (
         (NEAR, seen, f"ok +MAC address +{seen}"),
         (NEAR, mac, f"LOOK +MAC address +{NEAR} {differs}"),
-        (SILENT, mac, f"- +MAC address +{SILENT} {differs}"),
+        (SILENT, mac, f"LOOK +MAC address +{SILENT} {differs}"),
     ):
         table = run_at(router, tmp_path, HOST=host, MAC=own)
         assert re.search(f"(?m)^{words}", table)
