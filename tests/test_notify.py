@@ -20,6 +20,8 @@ from phones import UP, WAITING, Phone, hello
 from ssh_servers import free_port
 from stand_ins import mounted, stub
 
+from box.system import SUDO
+
 PORTS = {
     "off": (SILENT, SILENT),
     "unknown": (SILENT, SILENT),
@@ -318,9 +320,10 @@ def test_an_access_token_is_part_of_the_address(box: Box, phone: Phone) -> None:
     assert phone.tokens == ["Basic OnRrXzE="]
 
 
+INSTALL = f"{SUDO}python3 waker install"
 REMEDIES = {
-    "no waker": ("rm /usr/local/bin/waker", "sudo python3 waker install"),
-    "no settings": ("rm /etc/waker/waker.env", "sudo python3 waker install"),
+    "no waker": ("rm /usr/local/bin/waker", INSTALL),
+    "no settings": ("rm /etc/waker/waker.env", INSTALL),
     "in memory": (
         "mount -t tmpfs none /etc/waker; touch /etc/waker/waker.env",
         "/etc/waker is in memory",

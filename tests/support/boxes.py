@@ -234,7 +234,7 @@ def need_system_python() -> None:
 @contextlib.contextmanager
 def new_box(folder: Path, program: Path) -> Iterator[Box]:
     """Make a box with systemd and paramiko, to which a program was copied."""
-    for name in ("nsenter", "systemctl", "ssh"):
+    for name in ("nsenter", "systemctl", "ssh", "sudo"):
         need(name)
     need_system_python()
     folder.joinpath("stubs").mkdir(parents=True)
