@@ -148,7 +148,7 @@ def main(words: str) -> int:
             if result != "noticed":
                 print(f"{result}: {row.promise}", flush=True)
     print(f"{results.count('noticed')} of {len(rows)} breaks were noticed")
-    return int("SURVIVED" in results)
+    return int({*results} != {"noticed"})
 
 
 if __name__ == "__main__":

@@ -359,7 +359,7 @@ class Daemon:
         return status
 
 
-def shortened(folder: Path, **limits: float) -> tuple[str, ...]:
+def with_limits(folder: Path, **limits: float) -> tuple[str, ...]:
     """Copy the program, with other limits; returns the command that runs the copy.
 
     A limit is a constant of waker.py, or a default of its Config. The copy is compiled

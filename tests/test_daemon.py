@@ -31,9 +31,9 @@ from conftest import (
     result_of,
     run_python,
     run_waker,
-    shortened,
     wait_for,
     wait_for_process,
+    with_limits,
 )
 from machine import SOON, Machine
 
@@ -136,10 +136,10 @@ def test_a_process_that_hangs_ends_in_time(tmp_path: Path) -> None:
 
     The daemon kills it five seconds after its time is up: here, after one second.
     """
-    shortened(tmp_path, UNLOCK_SECONDS=-4)
+    with_limits(tmp_path, UNLOCK_SECONDS=-4)
     assert "status -9" in run_python(HANGS, tmp_path)
     tmp_path.joinpath("paramiko.py").write_text("import time; time.sleep(60)")
-    program = shortened(tmp_path, UNLOCK_SECONDS=6)
+    program = with_limits(tmp_path, UNLOCK_SECONDS=6)
     ended = run_waker("unlock", settings=MACHINE, given=PASSPHRASE, program=program)
     assert ended.returncode == -signal.SIGALRM
 
@@ -322,7 +322,7 @@ def test_the_service_is_hardened() -> None:
 
 
 def test_without_paramiko_it_only_wakes_and_watches(machine: Machine) -> None:
-    program = shortened(machine.folder, packet_port=machine.packet_port)
+    program = with_limits(machine.folder, packet_port=machine.packet_port)
     bare = program[0], "-S", program[1]  # without the installed modules
     with daemon(machine.settings(), program=bare) as started:
         client = started.client.log_in()

@@ -13,9 +13,7 @@ import pytest
 from conftest import CHECKOUT, need, need_other_users, wait_for
 from namespaces import hosts
 from recorded import RECORDED
-from simulated import Server
-
-MODULE = f"{prepare.MODULES}/46initrd-ssh"
+from simulated import MODULE, Server
 
 ON_RAID = RECORDED["disks"]["RAID, LUKS, LVM"]
 ON_LVM = RECORDED["disks"]["LVM in LUKS"]

@@ -27,8 +27,8 @@ from conftest import (
     need,
     run_python,
     serving,
-    shortened,
     wait_for,
+    with_limits,
 )
 from namespaces import hosts, ip
 
@@ -70,7 +70,7 @@ def service(tmp_path: Path) -> Iterator[Daemon]:
     Its clients have 100 s, not ten. What a test waits for comes before they end, even
     if this computer is busy.
     """
-    with daemon(MACHINE, program=shortened(tmp_path, CLIENT_SECONDS=100)) as started:
+    with daemon(MACHINE, program=with_limits(tmp_path, CLIENT_SECONDS=100)) as started:
         yield started
 
 
@@ -223,7 +223,7 @@ def test_no_request_costs_more_time_than_its_length(service: Daemon) -> None:
 
 def test_a_slow_client_has_one_deadline_for_a_whole_request(tmp_path: Path) -> None:
     """Not for each byte."""
-    program = shortened(tmp_path, CLIENT_SECONDS=2)
+    program = with_limits(tmp_path, CLIENT_SECONDS=2)
     with daemon(MACHINE, program=program) as started, ExitStack() as at:
         began = time.monotonic()
         starts = (GET, GET, LENGTH + b"9000\r\n\r\n")
@@ -489,7 +489,7 @@ def test_few_descriptors_do_not_let_one_address_keep_others_out(
 ) -> None:
     """There are fewer than places, as after `ulimit -n 64`."""
     limited = need("prlimit"), "--nofile=64"
-    program = shortened(tmp_path, CLIENT_SECONDS=100)
+    program = with_limits(tmp_path, CLIENT_SECONDS=100)
     with daemon(MACHINE, *limited, program=program) as started:
         come(started.client, ["127.0.0.1"] * 100)
         check_owner_is_let_in(started.client)

@@ -6,11 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import CHECKOUT, need
-from simulated import (
-    DROPBEAR,
-    KEY,
-    Server,
-)
+from simulated import DROPBEAR, KEY, Server
 
 
 def test_the_new_image_is_there_for_grub_which_reads_no_journal(server: Server) -> None:

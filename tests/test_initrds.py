@@ -20,9 +20,9 @@ from conftest import (
     CHECKOUT,
     ODD_PASSPHRASE,
     need,
-    shortened,
     wait_for,
     wait_for_process,
+    with_limits,
 )
 from homelab import Settings, new_key
 from ssh_servers import (
@@ -195,7 +195,7 @@ def test_a_disk_opened_at_the_console_is_not_unlocked(tmp_path: Path) -> None:
         " echo x | systemd-tty-ask-password-agent --query) &"
     )
     with systemd(tmp_path, ROOT, console) as settings:
-        program = shortened(tmp_path, UNLOCK_SECONDS=18)
+        program = with_limits(tmp_path, UNLOCK_SECONDS=18)
         with about_to_send(settings, "x", program=program) as child:
             (tmp_path / "console").touch()
             wait_for((tmp_path / "opened/root").exists)

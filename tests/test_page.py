@@ -74,7 +74,7 @@ NewPhone = Callable[..., Phone]
 @pytest.fixture
 def inter() -> None:
     """Skip without the font in which these places and breaks are known."""
-    if not [*Path("/usr/share/fonts").rglob("Inter*")]:
+    if not [*Path("/usr/share/fonts").rglob("Inter-*")]:
         pytest.skip("need the font Inter (package fonts-inter)")
 
 

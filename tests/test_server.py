@@ -16,6 +16,7 @@ from simulated import (
     KEYS,
     LIMITED,
     MARKED,
+    MODULE,
     OWN_KEY,
     PROGRAM,
     RECORD,
@@ -24,8 +25,6 @@ from simulated import (
     answers,
 )
 from terminal import Terminal
-
-MODULE = f"{prepare.MODULES}/46initrd-ssh"
 
 
 def plan(**recordings: str) -> dict[str, str]:

@@ -25,9 +25,9 @@ from conftest import (
     interpose,
     is_open,
     result_of,
-    shortened,
     wait_for,
     wait_for_process,
+    with_limits,
 )
 from homelab import PACKET
 from machine import (
@@ -134,7 +134,7 @@ def test_a_packet_that_cannot_be_sent_is_reported(
     If no packet has left, it says so at its end.
     """
     box, where = home[2], {"HOMELAB_HOST": "203.0.113.20", "HOMELAB_BROADCAST": ""}
-    program = shortened(machine.folder, START_SECONDS=4, PACKET_SECONDS=1)
+    program = with_limits(machine.folder, START_SECONDS=4, PACKET_SECONDS=1)
     route, command = "203.0.113.0/24 via 198.51.100.2", box.command()
     if not is_first:
         ip(f"-n {box.name} route add {route}")

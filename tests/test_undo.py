@@ -19,8 +19,11 @@ from simulated import (
 )
 
 
-@pytest.mark.parametrize("moment", [4, 14])
-def test_an_interruption_is_undone_or_finished(server: Server, moment: int) -> None:
+# Once before a file takes its place, and once after another did.
+@pytest.mark.parametrize(("moment", "of_undo"), [(9, 4), (14, 5)])
+def test_an_interruption_is_undone_or_finished(
+    server: Server, moment: int, of_undo: int
+) -> None:
     """The owner had put waker's key there before, without a limit."""
     server.write(KEYS, f"{KEY}\n", 0o600)
     bare, image = server.files_of_the_owner(), server.image
@@ -43,10 +46,10 @@ def test_an_interruption_is_undone_or_finished(server: Server, moment: int) -> N
     assert server.run(f"sha256sum <{image}.before-waker") == old
     assert "Nothing was changed" in server.prepare()
 
-    server.cut_power(3 + moment % 4, "--yes --undo")
+    server.cut_power(of_undo, "--yes --undo")
     assert "Nothing was changed" not in server.prepare()
     assert server.run("systemctl is-enabled waker-wake") == "enabled\n"
-    server.cut_power(3 + moment % 4, "--yes --undo")
+    server.cut_power(of_undo, "--yes --undo")
     said = server.undo()
     assert "Undone" in said
     assert "Left:" not in said
@@ -75,7 +78,7 @@ def test_a_damaged_record_is_kept_and_named(server: Server) -> None:
     "keys",
     [
         # Comments, not active keys; a name that is no UTF-8; lines as on Windows.
-        f"# me\f{OWN_KEY}\n# me\r{OWN_KEY}\n{OWN_KEY} \udcff\n{KEY}\r\n",
+        f"# me\f{OWN_KEY}\n# me\r{OWN_KEY}\n{OWN_KEY} \udcff\n{OWN_KEY}\r\n{KEY}\r\n",
         f"{KEY}\n{OWN_KEY}\n{LIMITED}{KEY} again",
         "",
     ],

@@ -29,8 +29,8 @@ from conftest import (
     need,
     run_waker,
     serving,
-    shortened,
     wait_for,
+    with_limits,
 )
 from homelab import (
     DROPBEAR,
@@ -294,7 +294,7 @@ def test_input_that_is_no_passphrase_is_an_error(tmp_path: Path, given: str) -> 
 def test_a_person_may_take_time_to_type(machine: Machine) -> None:
     """The seconds that an unlock has begin afterwards."""
     seconds = 12
-    program = shortened(machine.folder, UNLOCK_SECONDS=seconds)
+    program = with_limits(machine.folder, UNLOCK_SECONDS=seconds)
     with unlocking(machine.ask().settings(), program=program) as child:
         time.sleep(seconds + 1)
         child.give(PASSPHRASE)
@@ -476,7 +476,7 @@ def test_a_short_failure_is_survived_and_a_long_one_noticed(
     """
     router, server, _ = home
     address = "192.168.77.20"
-    program = shortened(tmp_path, LOST_SECONDS=5, UNLOCK_SECONDS=40)
+    program = with_limits(tmp_path, LOST_SECONDS=5, UNLOCK_SECONDS=40)
 
     def link(state: str) -> None:
         ip(f"-n {server.name} link set eth0 {state}")
@@ -550,7 +550,7 @@ def test_an_attack_does_not_change_what_is_reported(
 ) -> None:
     """It unsays no success, and a lack of memory is not taken for a refusal."""
     # A busy computer is too slow for the usual STILL_SECONDS.
-    program = shortened(tmp_path, STILL_SECONDS=0.3, UNLOCK_SECONDS=12)
+    program = with_limits(tmp_path, STILL_SECONDS=0.3, UNLOCK_SECONDS=12)
     with tcp_server(liar.serve) as port:
         message = unlock(settings_at(tmp_path, port), program=program)
     assert re.match(pattern, message)
@@ -576,7 +576,7 @@ class Slow:
 def test_a_slow_server_has_its_time(tmp_path: Path, seconds: tuple[float, ...]) -> None:
     """For its first line, and more for its keys."""
     liar = Liar(steps=[ASKS, reads, OPENED])
-    program = shortened(tmp_path, BANNER_SECONDS=3)
+    program = with_limits(tmp_path, BANNER_SECONDS=3)
 
     def serve(connection: Any) -> None:
         liar.serve(Slow(connection, *seconds))  # type: ignore[arg-type]
@@ -618,7 +618,7 @@ def test_the_system_on_the_initrds_port_is_no_impostor(tmp_path: Path) -> None:
 def test_a_server_that_says_nothing_is_tried_again(tmp_path: Path) -> None:
     """And nobody is told that its initrd will never ask."""
     limits = {"BANNER_SECONDS": 1, "READY_SECONDS": 1, "RETRY_SECONDS": 0.1}
-    program = shortened(tmp_path, **limits)
+    program = with_limits(tmp_path, **limits)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         settings = settings_at(tmp_path, port, SYSTEM_SSH_PORT=free_port())
@@ -726,7 +726,7 @@ def test_a_box_that_loads_paramiko_slowly(tmp_path: Path, silence: str) -> None:
     server = tcp_server(Liar(pause_seconds=20).serve)
     # It has two seconds to unlock, and much longer to report that it could not.
     limits = dict.fromkeys(("CONNECT_SECONDS", "BANNER_SECONDS", "KEX_SECONDS"), 99)
-    program = shortened(tmp_path, UNLOCK_SECONDS=42, REPORT_SECONDS=40, **limits)
+    program = with_limits(tmp_path, UNLOCK_SECONDS=42, REPORT_SECONDS=40, **limits)
     with server as port, hole, socket.create_server(("127.0.0.1", 0)) as mute:
         ports = [mute.getsockname()[1], port, silent_port]
         ports_of = dict(zip(SILENCES, ports, strict=True))

@@ -19,8 +19,8 @@ from conftest import (
     each,
     interpose,
     run_waker,
-    shortened,
     wait_for,
+    with_limits,
 )
 from homelab import DROPBEAR, MAC, OPENSSH, PACKET, tcp_server
 from machine import CLOSED, OPEN, SILENT, Machine, wait_for_state, wait_until
@@ -348,7 +348,7 @@ def test_a_start_spares_what_a_firewall_allows(home: Home, machine: Machine) -> 
     router, server, _ = home
     where = {"HOMELAB_HOST": "192.168.77.20", "HOMELAB_BROADCAST": ""}
     settings, host = machine.settings(**where), router.command()
-    program, tried = shortened(machine.folder, SYSTEM_SECONDS=2), 0
+    program, tried = with_limits(machine.folder, SYSTEM_SECONDS=2), 0
     with server.capture() as packets, daemon(settings, *host, program=program) as it:
         router.run(lambda: it.client.log_in().start())
         began = time.monotonic()
@@ -405,7 +405,7 @@ def test_a_start_whose_packets_woke_nobody_says_why(
 ) -> None:
     router = home[0]
     settings = machine.settings(HOMELAB_HOST=host, HOMELAB_BROADCAST=broadcast)
-    program = shortened(machine.folder, START_SECONDS=2)
+    program = with_limits(machine.folder, START_SECONDS=2)
     with daemon(settings, *router.command(), program=program) as started:
 
         def start() -> Any:

@@ -20,8 +20,8 @@ from conftest import (
     Daemon,
     daemon,
     need,
-    shortened,
     wait_for,
+    with_limits,
 )
 from homelab import Ports, Settings, blackhole
 from ssh_servers import ALONE, AS_USER_1, process
@@ -136,7 +136,7 @@ class Machine(Ports):
     ) -> Iterator[Daemon]:
         """Run the daemon for this machine, with shorter limits; its owner logs in."""
         limits["packet_port"] = self.packet_port
-        program = shortened(self.folder, **limits)
+        program = with_limits(self.folder, **limits)
         with daemon(settings or self.settings(), program=program) as started:
             started.client.log_in()
             yield started

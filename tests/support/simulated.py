@@ -23,6 +23,7 @@ LIMITED = (
     f'command="cryptroot-unlock" {KEY}\n'
 )
 CONF = "/etc/initramfs-tools/conf.d/waker"
+MODULE = f"{prepare.MODULES}/46initrd-ssh"
 RECORD = str(prepare.RECORD)
 KEYS = f"{DROPBEAR}/authorized_keys"
 STATIC = "IP=192.168.1.20::192.168.1.1:255.255.255.0"
