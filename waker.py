@@ -666,7 +666,7 @@ def find_key_problem(path: Path) -> str:
         if "PRIVATE KEY" not in text:
             return f"{shown} is not a private key; {remedy}"
         if path.stat().st_mode & 0o007:
-            return f"{shown} is open to others; run: chmod 600 {shown}"
+            return f"{shown} is open to others; as its owner, run: chmod 600 {shown}"
     except FileNotFoundError:
         return f"{shown} is missing; correct the path, or {remedy}"
     except OSError as error:

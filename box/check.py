@@ -150,7 +150,7 @@ def judge_listener(config: Config) -> tuple[str, str]:
 def check_box(config: Config, file: Path | None) -> Iterator[Finding]:
     """Check settings, web port and magic packet."""
     if file and file.stat().st_mode & 0o007:
-        problem = f"{file} is open to others; run: chmod 600 {file}"
+        problem = f"{file} is open to others; as its owner, run: chmod 600 {file}"
         yield "configuration", problem, WRONG
     else:
         yield "configuration", "all settings are valid", OK

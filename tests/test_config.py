@@ -139,7 +139,7 @@ def test_a_setting_without_a_value_has_its_default(folder: Path) -> None:
 USELESS = {
     "public": (KEY.encode(), 0o644, "not a private key; .*ssh-keygen"),
     "dropbear's": (b"\0\x0bssh-ed25519\0@\xff", 0o600, "not a private key; "),
-    "readable": (PEM.encode(), 0o604, "open to others; run: chmod 600"),
+    "readable": (PEM.encode(), 0o604, "open to others; as its owner, run: chmod 600"),
 }
 
 
