@@ -759,8 +759,8 @@ def send_passphrase(
 ) -> InitrdSays | None:
     """Send the passphrase; return the verdict, if there is one.
 
-    Ignore earlier output, and success messages for other disks. Raises:
-    BrokenPipeError if nobody reads the report; then nothing is sent.
+    Ignore earlier output, and success messages for other disks. Raises: OSError if
+    the report cannot be printed; then nothing is sent.
     """
     # From now on, ignore ^C, a closed terminal and a cancel.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
