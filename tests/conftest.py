@@ -28,11 +28,11 @@ from homelab import MAC, Homelab, Settings
 import waker
 
 pytest_plugins = ["machine", "namespaces", "simulated"]  # which have fixtures
-# The options and variables of the make that runs the tests are not for theirs. Nor is
-# what keeps Python from buffering its output, as it does for users.
-for variable in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "DESTDIR", "INIT", "PREFIX"):
+# The options and variables of the make that runs the tests are not for theirs. For
+# users, Python buffers its output.
+OPTIONS = "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "DESTDIR", "INIT", "PREFIX"
+for variable in (*OPTIONS, "PYTHONUNBUFFERED"):
     os.environ.pop(variable, None)
-os.environ.pop("PYTHONUNBUFFERED", None)
 PROGRAM = waker.__file__
 CHECKOUT = Path(PROGRAM).parent
 # The page, and the icon at its end, which is served by itself.
@@ -439,9 +439,9 @@ def daemon(
 
 @pytest.fixture
 def simulation() -> None:
-    """A whole box or server is simulated, so the test is slow unless marked as quick.
+    """Mark what simulates a whole box or server: it is slow, unless marked as quick.
 
-    It has several users, and writes to what is root's.
+    Such computers have several users, and files that are root's.
     """
     need_other_users()
 
